@@ -1,0 +1,1 @@
+"""Put services into Ray actors and onto machines; the only folder that imports ray."""

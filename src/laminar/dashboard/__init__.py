@@ -1,0 +1,1 @@
+"""Show a live or finished run from its telemetry; cannot command anything."""

@@ -1,0 +1,60 @@
+"""What a replica needs from its neighbours."""
+
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from msgspec import Struct
+
+from laminar.relay.weights import Weights
+from laminar.schema.fleet import ReplicaLoad
+from laminar.schema.trajectories import Purpose, Update, WorkItem
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """What one claim or adoption brought; empty if nothing was to be had before the deadline."""
+
+    items: tuple[WorkItem, ...]
+    purpose: Purpose = "training"
+
+
+class DataPort(Protocol):
+    """The data shard, as a replica sees it. All calls are idempotent."""
+
+    async def claim(self, lease_id: str, version: int, max_trajectories: int, wait_s: float) -> Batch:
+        """Lease up to `max_trajectories` in whole groups, or one evaluation batch; waits up to `wait_s` for room."""
+        ...
+
+    async def stream(self, lease_id: str, updates: tuple[Update, ...]) -> tuple[str, ...]:
+        """Record progress; returns the ids that the caller no longer holds (fenced) and must abort."""
+        ...
+
+    async def adopt(self, from_lease: str, to_lease: str, version: int) -> Batch:
+        """Take over all unfinished trajectories of a lease; each with attempt + 1. Empty if there are none left."""
+        ...
+
+
+class ManagerPort(Protocol):
+    """The manager, as a replica sees it."""
+
+    async def heartbeat(self, load: ReplicaLoad) -> None:
+        """Report. Raises `Fenced` if this incarnation was declared dead."""
+        ...
+
+
+class WeightSource(Protocol):
+    """The relay of this machine, as a replica sees it."""
+
+    async def newest(self) -> int | None:
+        """Newest complete version, None before the first publish."""
+        ...
+
+    async def wait_newer(self, than: int | None, wait_s: float) -> int | None:
+        """Newest complete version as soon as it is newer than `than` (None: as soon as there is one)."""
+        ...
+
+    def lease(self, version: int | None = None) -> AbstractAsyncContextManager[Weights]:
+        """Map a version (None: the newest complete one), kept while the context is open.
+
+        Raises `WeightsUnavailable` if it is not held.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Every decision, pure: values in, values out, time and randomness as arguments."""

@@ -1,0 +1,65 @@
+"""What the trainer loop needs from its neighbours."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from laminar.schema.trajectories import ExperienceGroup
+
+
+class BufferPort(Protocol):
+    """The experience buffer, as the trainer sees it. All calls are idempotent."""
+
+    async def sample(self, step: int, part: int, num_groups: int, wait_s: float) -> tuple[ExperienceGroup, ...]:
+        """Draw complete groups for mini-batch `part` of iteration `step`; waits up to `wait_s`, then returns ().
+
+        Asking again for the same (step, part) returns the same groups. They count as taken by `step`.
+        """
+        ...
+
+    async def commit(self, step: int) -> None:
+        """A checkpoint that covers all iterations up to `step` is durable: what they took is trained for good."""
+        ...
+
+    async def rewind(self, step: int) -> None:
+        """The learner restarts after iteration `step`: what later iterations took is ready to be drawn again."""
+        ...
+
+    async def request_evaluation(self, version: int) -> None:
+        """Have the held-out prompts answered by the next replica that claims at `version` or newer."""
+        ...
+
+
+class Learner(Protocol):
+    """The model that is trained, with its optimizer. Calls block; the trainer loop runs them in a thread."""
+
+    def step(self, groups: Sequence[ExperienceGroup]) -> dict[str, float]:
+        """One optimizer update on one mini-batch; returns metrics."""
+        ...
+
+    def tensors(self) -> Mapping[str, Any]:
+        """Current weights by Hugging Face name, as tensors that may be read until the next `step`."""
+        ...
+
+    def save(self, folder: Any) -> None:
+        """Write model, optimizer and RNG into an existing empty folder."""
+        ...
+
+    def restore(self, folder: Any) -> None:
+        """Load what `save` wrote."""
+        ...
+
+
+class WeightSink(Protocol):
+    """The relay, as the trainer sees it."""
+
+    async def publish(self, version: int, tensors: Mapping[str, Any]) -> float:
+        """Copy the weights out; returns the seconds that the learner stood still. Idempotent per version."""
+        ...
+
+
+class ManagerPort(Protocol):
+    """The manager, as the trainer sees it."""
+
+    async def published(self, version: int) -> None:
+        """The relay holds this version completely: a good moment to repack."""
+        ...
