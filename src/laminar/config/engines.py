@@ -53,6 +53,4 @@ class CustomEngineConfig(Section):
     """Size of its KV cache, in tokens."""
 
 
-EngineConfig = Annotated[
-    TorchEngineConfig | ScriptedEngineConfig | CustomEngineConfig, Field(discriminator="kind")
-]
+EngineConfig = Annotated[TorchEngineConfig | ScriptedEngineConfig | CustomEngineConfig, Field(discriminator="kind")]

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 from laminar.config.run_config import RunConfig
 from laminar.schema.errors import ConfigError
 
-
 _UNION_TAGS = frozenset({"torch", "scripted", "custom", "constrained-int", "literal['auto']"})
 
 

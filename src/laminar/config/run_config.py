@@ -195,8 +195,8 @@ class RunConfig(Section):
     def _an_answer_fits_the_cache(self) -> "RunConfig":
         if self.rollout.max_new_tokens >= self.rollout.engine.kv_capacity_tokens:
             raise ValueError(
-                f"rollout.engine.kv_capacity_tokens is {self.rollout.engine.kv_capacity_tokens} but one answer may take "
-                f"rollout.max_new_tokens = {self.rollout.max_new_tokens} tokens besides its prompt"
+                f"rollout.engine.kv_capacity_tokens is {self.rollout.engine.kv_capacity_tokens} but one answer may "
+                f"take rollout.max_new_tokens = {self.rollout.max_new_tokens} tokens besides its prompt"
             )
         return self
 

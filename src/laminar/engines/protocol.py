@@ -4,7 +4,7 @@ Every engine passes `tests/contract/test_engines.py`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from msgspec import Struct
 
@@ -52,6 +52,13 @@ class EngineLoad(Struct, frozen=True, kw_only=True):
     kv_used_tokens: int
     kv_capacity_tokens: int
     num_preempted: int
+
+
+class Weights(NamedTuple):
+    """One weight version mapped into this process: read-only tensors by Hugging Face name."""
+
+    version: int
+    tensors: Mapping[str, Any]
 
 
 class Engine(Protocol):

@@ -3,18 +3,9 @@
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from msgspec import Struct
-
-from laminar.relay.weights import Weights
+from laminar.engines.protocol import Weights
 from laminar.schema.fleet import ReplicaLoad
-from laminar.schema.trajectories import Purpose, Update, WorkItem
-
-
-class Batch(Struct, frozen=True, kw_only=True):
-    """What one claim or adoption brought; empty if nothing was to be had before the deadline."""
-
-    items: tuple[WorkItem, ...]
-    purpose: Purpose = "training"
+from laminar.schema.trajectories import Batch, Update
 
 
 class DataPort(Protocol):

@@ -36,7 +36,7 @@ class Prompt(Struct, frozen=True, kw_only=True):
 
 
 class Piece(Struct, frozen=True, kw_only=True):
-    """Consecutive tokens of a response with one origin: drawn by the model at one version, or put in by the environment.
+    """Consecutive tokens of one origin: drawn by the model at one version, or put in by the environment.
 
     `token_ids` and `logprobs` are packed (`schema.tokens`) and equally long; log-probs of environment tokens are 0.
     """
@@ -105,6 +105,13 @@ class WorkItem(Struct, frozen=True, kw_only=True):
     pieces: Pieces
     version: int | None
     seed: int
+    purpose: Purpose = "training"
+
+
+class Batch(Struct, frozen=True, kw_only=True):
+    """What one claim or adoption brought; empty if nothing was to be had before the deadline."""
+
+    items: tuple[WorkItem, ...] = ()
     purpose: Purpose = "training"
 
 
