@@ -26,7 +26,7 @@ from laminar.tasks.gcd import GcdTask, subtraction_steps
 from laminar.tasks.protocol import Problem
 
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
-CHARACTERS = "0123456789,:-=#+*/()<>?!.;_%&|^ \nabcdefghijklmnopqrstuvwxyz@$"
+CHARACTERS = "0123456789,:-=#+*/()<>?!.;_%&|^ \nabcdefghijklmnopqrstuvwxyz@"
 """What the task needs first, then enough to fill a vocabulary of 64 for whoever tries another text task on it."""
 
 BUCKET_BATCHES = 8

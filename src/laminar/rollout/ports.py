@@ -1,11 +1,13 @@
 """What a replica needs from its neighbours."""
 
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from laminar.engines.protocol import Weights
-from laminar.schema.fleet import ReplicaLoad
-from laminar.schema.trajectories import Batch, Update
+from laminar.schema.fleet import Adoption, ReplicaLoad
+from laminar.schema.trajectories import Batch, Grade, Update
+from laminar.tasks.protocol import Environment, Problem
 
 
 class DataPort(Protocol):
@@ -27,8 +29,11 @@ class DataPort(Protocol):
 class ManagerPort(Protocol):
     """The manager, as a replica sees it."""
 
-    async def heartbeat(self, load: ReplicaLoad) -> None:
-        """Report. Raises `Fenced` if this incarnation was declared dead."""
+    async def heartbeat(self, load: ReplicaLoad) -> Adoption | None:
+        """Report; an idle replica may be told what to take over next.
+
+        Raises `Fenced` if this incarnation was declared dead.
+        """
         ...
 
 
@@ -48,4 +53,34 @@ class WeightSource(Protocol):
 
         Raises `WeightsUnavailable` if it is not held.
         """
+        ...
+
+
+class Grader(Protocol):
+    """Whatever computes rewards without blocking the replica."""
+
+    async def grade(self, problem: Problem, answer: str) -> Grade:
+        """Reward of an answer, or why there is none."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text of the model's vocabulary."""
+
+    stop_token_ids: tuple[int, ...]
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Token ids of a piece of context, without special tokens."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens removed."""
+        ...
+
+
+class Environments(Protocol):
+    """Makes episodes; None stands for a task that is answered in one turn."""
+
+    def environment(self, problem: Problem) -> Environment:
+        """A fresh environment for one episode."""
         ...

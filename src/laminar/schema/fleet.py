@@ -45,6 +45,13 @@ class Lease(Struct, frozen=True, kw_only=True):
     purpose: Literal["training", "evaluation"]
 
 
+class Adoption(Struct, frozen=True, kw_only=True):
+    """An order to a replica: take over what is unfinished of this lease, under this version."""
+
+    lease_id: str
+    version: int
+
+
 def lease_name(replica_id: str, incarnation: int, cycle: int) -> str:
     """Name of the lease for one batch of one life of a replica, e.g. `replica-1/2/37`."""
     return f"{replica_id}/{incarnation}/{cycle}"

@@ -1,0 +1,81 @@
+"""The command line: `laminar train | status | inspect | plot`.
+
+Invariant: importing this module loads neither torch nor ray; `--help` answers in under half a second.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from laminar.cli import inspecting
+from laminar.schema.errors import LaminarError, UserError
+
+app = typer.Typer(
+    help="RL post-training in which every trajectory runs at its own pace.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(inspecting.app, name="inspect")
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, live or finished.")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RECIPE]", help="YAML file; not with --resume.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="E.g. trainer.num_steps=10.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder to make; default: runs/ and the recipe's name.")] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with a run that ended early.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a run that --out holds already.")] = False,
+    explain: Annotated[bool, typer.Option(help="Print derived sizes and exit.")] = False,
+    plain: Annotated[bool, typer.Option(help="Plain lines instead of the live view.")] = False,
+) -> None:
+    """Post-train a model."""
+    from laminar.cli import training
+
+    training.train(
+        recipe, overrides or [], out=out, resume=resume, overwrite=overwrite, explain=explain, plain=plain
+    )
+
+
+@app.command()
+def status(
+    run: RunFolder,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing until the run ends.")] = False,
+) -> None:
+    """Show where a run stands: steps, accuracy, fleet, and what waits for what."""
+    from laminar.cli import watching
+
+    watching.status(run, follow=follow)
+
+
+@app.command()
+def plot(run: RunFolder) -> None:
+    """Draw the plots and the Perfetto trace of a run anew."""
+    from laminar.cli import watching
+
+    watching.plot(run)
+
+
+def main() -> None:
+    """Entry point: what the user can mend exits with 2, what failed with 1, each with one sentence."""
+    try:
+        app()
+    except UserError as error:
+        _fail(str(error), 2)
+    except LaminarError as error:
+        _fail(str(error), int(vars(error).get("exit_code", 1)))
+
+
+def _fail(sentence: str, code: int) -> None:
+    sys.stderr.write(f"laminar: {sentence}\n")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""The Ray instance of one run: started by this process, gone with it.
+
+Invariant: all processes of the instance are children of this process (the kernel ends them with it, SIGKILL included), and
+all its files lie in one scratch folder that carries our process id, so that the next start can sweep what a SIGKILL left.
+"""
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import ray
+
+from laminar.schema.errors import UserError
+
+OBJECT_STORE_BYTES = 100 << 20
+"""Ray's object store; our services exchange small values, and weights go through the relay, so its minimum will do."""
+
+SCRATCH_PREFIX = "laminar-"
+
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_AUTH_MODE": "disabled",
+    "GRPC_VERBOSITY": "NONE",
+    # Thread pools that spin on few cores slow everything down several times; one thread a process unless the user says.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""Environment of every process of the run, where the user has not set it."""
+
+
+@contextmanager
+def ray_instance(namespace: str) -> Iterator[Path]:
+    """Run Ray on this machine for the time of the context; yields a scratch folder with short paths for sockets."""
+    _check_shared_memory()
+    sweep_scratch()
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-"))
+    try:
+        ray.init(
+            num_cpus=1,  # our actors ask for none; this keeps Ray from starting a worker per core in advance
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level=logging.CRITICAL,
+            configure_logging=True,
+            _temp_dir=str(scratch / "ray"),
+        )
+        yield scratch
+    finally:
+        ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def sweep_scratch() -> None:
+    """Remove the scratch folders of runs whose process is gone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*"):
+        pid = folder.name.removeprefix(SCRATCH_PREFIX).partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check_shared_memory() -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return
+    free = psutil.disk_usage(str(shm)).free
+    if free < OBJECT_STORE_BYTES:
+        raise UserError(
+            f"/dev/shm has {free >> 20} MiB free but Ray's object store needs {OBJECT_STORE_BYTES >> 20} MiB; "
+            "remove files there, or enlarge it (mount -o remount,size=1g /dev/shm; docker run --shm-size=1g)"
+        )

@@ -1,0 +1,90 @@
+"""Calls to a service in another process: `await port.method(values)`, with a deadline and three errors."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from laminar.schema.errors import DeadlinePassed, LaminarError, PeerLost
+
+CALL_DEADLINE_S = 30.0
+"""Longest silence of a neighbour that is alive; calls that wait on purpose (`wait_s`) get that much more."""
+
+
+class ActorPort:
+    """Every public method of a service, by the service's name; whoever lives under that name at the time answers.
+
+    Raises `PeerLost` if nobody does or the callee dies, `DeadlinePassed`, or what the service raised.
+    """
+
+    def __init__(self, namespace: str, name: str, deadline_s: float = CALL_DEADLINE_S) -> None:
+        self._namespace = namespace
+        self._name = name
+        self._deadline_s = deadline_s
+        self._handle: Any = None
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*args: Any, wait_s: float | None = None) -> Any:
+            extra = {} if wait_s is None else {"wait_s": wait_s}
+            return await self._call(method, args, extra, self._deadline_s + (wait_s or 0.0))
+
+        return call
+
+    async def _call(self, method: str, args: tuple[Any, ...], extra: dict[str, Any], deadline_s: float) -> Any:
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await self._actor().call.remote(method, args, extra)
+        except TimeoutError:
+            raise DeadlinePassed(f"{self._name} gave no answer to {method} within {deadline_s:g} s") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, LaminarError):
+                raise error.cause from None
+            raise
+        except RayActorError as error:
+            self._handle = None
+            raise PeerLost(f"{self._name} is gone ({method}): {first_line(error)}") from None
+
+    def _actor(self) -> Any:
+        if self._handle is None:
+            try:
+                self._handle = ray.get_actor(self._name, namespace=self._namespace)
+            except ValueError:
+                raise PeerLost(f"{self._name} is not running") from None
+        return self._handle
+
+
+class ActorReplicas:
+    """The way to each life of each replica."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+        self._ports: dict[str, ActorPort] = {}
+
+    def port(self, replica_id: str, incarnation: int) -> ActorPort:
+        name = replica_name(replica_id, incarnation)
+        if name not in self._ports:
+            self._ports[name] = ActorPort(self._namespace, name)
+        return self._ports[name]
+
+
+def replica_name(replica_id: str, incarnation: int) -> str:
+    """Actor name of one life of a replica."""
+    return f"{replica_id}/{incarnation}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text; Ray's go on for twenty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def cause_line(error: RayTaskError) -> str:
+    """Type and text of what a remote method raised; of a group of errors the first that says something."""
+    cause: BaseException = error.cause
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return f"{type(cause).__name__}: {first_line(cause)}"

@@ -1,0 +1,81 @@
+"""`laminar train` from a validated configuration to a finished run folder."""
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from laminar.cluster.instance import ray_instance
+from laminar.cluster.launcher import Launcher
+from laminar.cluster.run_folder import RunFacts
+from laminar.cluster.shell import Place
+from laminar.config.run_config import RunConfig
+from laminar.schema.errors import LaminarError
+from laminar.telemetry.events import EventLog
+
+Watch = Callable[[asyncio.Event], Any]
+"""Shows the run until the event is set."""
+
+
+class Interrupted(LaminarError):
+    """A signal stopped the run; it can be resumed."""
+
+    def __init__(self, signal_number: int, folder: Path) -> None:
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; go on with: laminar train --resume {folder}")
+        self.exit_code = 128 + signal_number
+
+
+def train(config: RunConfig, folder: Path, facts: RunFacts, resume_step: int | None, watch: Watch) -> None:
+    """Run to the end; raises `RunFailed`, `UserError` or `Interrupted` when it ends early."""
+    with EventLog(folder / "events.jsonl", "launcher") as events, ray_instance(facts.run_id) as scratch:
+        place = Place(
+            run_id=facts.run_id,
+            folder=folder.resolve(),
+            sockets=scratch,
+            secret=secrets.token_bytes(32),
+            module_path=facts.module_path,
+        )
+        events.emit(
+            "run_started" if resume_step is None else "resumed",
+            run_id=facts.run_id,
+            name=folder.name,
+            num_replicas=config.rollout.num_replicas,
+            num_steps=config.trainer.num_steps,
+            step=resume_step or 0,
+        )
+        reason = "failed"
+        try:
+            asyncio.run(_train(Launcher(config, place, resume_step, events), events, watch, folder))
+            reason = "finished"
+        except LaminarError as error:
+            reason = str(error)
+            raise
+        finally:
+            events.emit("run_finished", reason=reason)
+
+
+async def _train(launcher: Launcher, events: EventLog, watch: Watch, folder: Path) -> None:
+    over = asyncio.Event()
+    received: list[int] = []
+    loop = asyncio.get_running_loop()
+    run = loop.create_task(launcher.run())
+
+    def stop(number: int) -> None:
+        received.append(number)
+        run.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    flusher = loop.create_task(events.run_flusher(0.2))
+    viewer = loop.create_task(watch(over))
+    try:
+        await run
+    except asyncio.CancelledError:
+        raise Interrupted(received[0] if received else signal.SIGINT, folder) from None
+    finally:
+        over.set()
+        flusher.cancel()
+        await asyncio.wait([viewer, flusher])
+

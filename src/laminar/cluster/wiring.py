@@ -1,0 +1,67 @@
+"""From the configuration to the rules of each part: the one place where keys become arguments."""
+
+from laminar.config.run_config import RunConfig, SamplingConfig
+from laminar.manager.manager import ManagerRules
+from laminar.rollout.batch_run import StreamRules
+from laminar.rollout.replica import ReplicaRules
+from laminar.rollout.trajectory import EpisodeLimits
+from laminar.scheduling.fleet import FleetRules
+from laminar.scheduling.repack import RepackRules
+from laminar.schema.trajectories import Sampling
+
+WEIGHTS_DEADLINE_S = 600.0
+"""A replica waits so long for the first weight version; the learner loads its model meanwhile."""
+
+PORT_DEADLINE_S = 120.0
+"""A replica keeps its results so long while the data shard restarts."""
+
+
+def replica_rules(
+    config: RunConfig, replica_id: str, incarnation: int, stop_token_ids: tuple[int, ...]
+) -> ReplicaRules:
+    """How one life of a replica runs."""
+    rollout = config.rollout
+    return ReplicaRules(
+        replica_id=replica_id,
+        incarnation=incarnation,
+        batch_trajectories=rollout.batch_trajectories,
+        heartbeat_s=config.manager.heartbeat_s,
+        weights_deadline_s=WEIGHTS_DEADLINE_S,
+        port_deadline_s=PORT_DEADLINE_S,
+        limits=EpisodeLimits(
+            max_new_tokens=rollout.max_new_tokens, max_turns=rollout.max_turns, stop_token_ids=stop_token_ids
+        ),
+        stream=StreamRules(every_tokens=rollout.stream_every_tokens, every_s=rollout.stream_every_s),
+        sampling={"training": sampling(rollout.sampling), "evaluation": sampling(config.evaluation.sampling)},
+    )
+
+
+def sampling(config: SamplingConfig) -> Sampling:
+    """How tokens are drawn."""
+    return Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+
+
+def manager_rules(config: RunConfig, max_running: int) -> ManagerRules:
+    """How the fleet is watched; `max_running` is B, resolved."""
+    manager = config.manager
+    return ManagerRules(
+        fleet=FleetRules(
+            suspect_after_s=manager.suspect_after_s,
+            dead_after_s=manager.dead_after_s,
+            start_timeout_s=manager.start_timeout_s,
+            max_restarts=manager.max_restarts,
+            backoff_s=manager.backoff_s,
+            min_replicas=manager.min_replicas,
+            redirect_wait_s=manager.redirect_wait_s,
+        ),
+        repack=RepackRules(
+            max_kv_fill=manager.repack.max_kv_fill,
+            max_running=max_running,
+            strict_idleness=manager.repack.strict_idleness,
+        )
+        if manager.repack.enabled
+        else None,
+        repack_every_s=manager.repack.every_s,
+        tick_s=manager.heartbeat_s / 2,
+        leases_every_s=manager.dead_after_s,
+    )

@@ -1,0 +1,204 @@
+"""The state of every trajectory, and the only place where it changes.
+
+Invariants: each trajectory that was issued is in exactly one state and leaves it only as `LEGAL` allows. Every change is
+in the journal's queue before the operation that made it ends. In memory is what can still change; the rest is counted.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec.structs import replace
+
+from laminar.data.journal import Journal, Rows
+from laminar.data.ports import Prompts
+from laminar.data.responses import Response
+from laminar.data.rows import (
+    ForgetTokens,
+    GroupRow,
+    PieceRow,
+    PositionRow,
+    Row,
+    State,
+    StintRow,
+    TrajectoryRow,
+)
+from laminar.schema.errors import UserError
+from laminar.schema.trajectories import Prompt, Purpose
+
+LEGAL: dict[State, frozenset[State]] = {
+    "waiting": frozenset({"running", "dropped"}),
+    "running": frozenset({"running", "waiting", "finished", "evaluated", "dropped"}),
+    "finished": frozenset({"taken", "dropped"}),
+    "taken": frozenset({"finished", "trained"}),
+    "evaluated": frozenset({"waiting"}),
+    "trained": frozenset(),
+    "dropped": frozenset(),
+}
+"""Running to running is an adoption; taken to finished a rewind; evaluated to waiting an evaluation drawn anew."""
+
+SETTLED: frozenset[State] = frozenset({"trained", "dropped", "evaluated"})
+"""States in which a trajectory needs its tokens no more."""
+
+
+@dataclass(slots=True, eq=False)
+class Trajectory:
+    """A trajectory that can still change: its row as it is now, its group and its answer."""
+
+    row: TrajectoryRow
+    group: "Group"
+    response: Response = field(default_factory=Response)
+    stint: StintRow | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A group that can still change."""
+
+    row: GroupRow
+    prompt: Prompt
+    members: list[Trajectory] = field(default_factory=list)
+
+    def in_state(self, *states: State) -> list[Trajectory]:
+        """Members in one of these states."""
+        return [member for member in self.members if member.row.state in states]
+
+
+class Ledger:
+    """Rows of the open groups, and the operation that is being put together."""
+
+    def __init__(self, journal: Journal, now: Callable[[], float]) -> None:
+        self._journal = journal
+        self._now = now
+        self._operation: list[Row] = []
+        self._written_position = PositionRow()
+        self._by_id: dict[str, Trajectory] = {}
+        self.position = PositionRow()
+        self.groups: dict[int, Group] = {}
+        self.counts: Counter[State] = Counter()
+        self.trained_by_step: Counter[int] = Counter()
+
+    def restore(self, rows: Rows, prompts: Prompts) -> None:
+        """Take up what an earlier process wrote; prompts are read from the task again."""
+        self.position = self._written_position = rows.position()
+        self.counts = rows.counts()
+        self.trained_by_step = rows.trained_by_step()
+        by_number: dict[int, Trajectory] = {}
+        for group_row in rows.groups(open_only=True):
+            group = Group(group_row, _same_prompt(prompts, group_row))
+            self.groups[group_row.num] = group
+            for row in rows.trajectories(group_row.trajectories):
+                by_number[row.num] = self._by_id[row.trajectory_id] = trajectory = Trajectory(row, group)
+                group.members.append(trajectory)
+        for piece in rows.pieces():
+            by_number[piece.trajectory].response.add(piece.piece)
+
+    def now_s(self) -> float:
+        """Seconds of this run."""
+        return self._now()
+
+    def find(self, trajectory_id: str) -> Trajectory | None:
+        """A trajectory of an open group."""
+        return self._by_id.get(trajectory_id)
+
+    def record(self, *rows: Row) -> None:
+        """Make rows part of the operation."""
+        self._operation.extend(rows)
+
+    def advance(self, **changes: Any) -> None:
+        """Change fields of the position."""
+        self.position = replace(self.position, **changes)
+
+    def issue(
+        self,
+        group_id: str,
+        prompt: Prompt,
+        prompt_index: int,
+        num_members: int,
+        purpose: Purpose,
+        asked_version: int | None = None,
+    ) -> Group:
+        """A new group, all members waiting."""
+        position, now_s = self.position, self._now()
+        row = GroupRow(
+            num=position.num_groups + 1,
+            group_id=group_id,
+            purpose=purpose,
+            prompt_id=prompt.prompt_id,
+            prompt_index=prompt_index,
+            first_trajectory=position.num_trajectories + 1,
+            num_members=num_members,
+            issued_s=now_s,
+            asked_version=asked_version,
+        )
+        self.advance(num_groups=row.num, num_trajectories=position.num_trajectories + num_members)
+        self.groups[row.num] = group = Group(row, prompt)
+        self.record(row)
+        for member, num in enumerate(row.trajectories):
+            trajectory_row = TrajectoryRow(
+                num=num,
+                trajectory_id=f"{group_id}-{member}",
+                group=row.num,
+                member=member,
+                state="waiting",
+                issued_s=now_s,
+            )
+            group.members.append(Trajectory(trajectory_row, group))
+            self._by_id[trajectory_row.trajectory_id] = group.members[-1]
+            self.record(trajectory_row)
+        self.counts["waiting"] += num_members
+        return group
+
+    def move(self, trajectory: Trajectory, state: State, **changes: Any) -> None:
+        """Change the state; what a settled trajectory does not need any more is forgotten."""
+        old = trajectory.row
+        if state not in LEGAL[old.state]:
+            raise RuntimeError(f"trajectory {old.trajectory_id} cannot go from {old.state} to {state}")
+        response = trajectory.response
+        changes |= {"num_tokens": response.num_tokens, "num_generated": response.num_generated}
+        if state in SETTLED:
+            changes |= {"metrics": {}, "settled_s": self._now()}
+            self.forget_tokens(trajectory)
+        trajectory.row = replace(old, state=state, **changes)
+        self.record(trajectory.row)
+        self.counts[old.state] -= 1
+        self.counts[state] += 1
+        if state == "trained" and trajectory.row.step is not None:
+            self.trained_by_step[trajectory.row.step] += 1
+
+    def forget_tokens(self, trajectory: Trajectory) -> None:
+        """Discard the answer."""
+        if trajectory.response.num_tokens:
+            trajectory.response = Response()
+            self.record(ForgetTokens(trajectory=trajectory.row.num))
+
+    def change_group(self, group: Group, **changes: Any) -> None:
+        """Change fields of a group; a settled one is known to the journal only."""
+        group.row = replace(group.row, **changes)
+        self.record(group.row)
+        if group.row.settled:
+            del self.groups[group.row.num]
+            for member in group.members:
+                del self._by_id[member.row.trajectory_id]
+
+    def write(self) -> None:
+        """The operation is complete: hand it to the journal."""
+        if self.position != self._written_position or any(type(row) is not PieceRow for row in self._operation):
+            self._written_position = self.position = replace(self.position, now_s=self._now())
+            self._operation.append(self.position)
+        if self._operation:
+            operation, self._operation = tuple(self._operation), []
+            self._journal.write(operation)
+
+
+def _same_prompt(prompts: Prompts, row: GroupRow) -> Prompt:
+    split, num = ("train", prompts.num_train) if row.purpose == "training" else ("heldout", prompts.num_heldout)
+    if row.prompt_index < num:
+        prompt = prompts.prompt(split, row.prompt_index)
+        if prompt.prompt_id == row.prompt_id:
+            return prompt
+    raise UserError(
+        f"the task has no problem {row.prompt_id!r} at place {row.prompt_index} of its {split} split any more; "
+        "resume with the task and options that the run began with"
+    )

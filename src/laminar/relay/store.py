@@ -1,0 +1,318 @@
+"""What a relay holds: complete versions, versions on their way in, who uses which, and the slots they lie in.
+
+Invariants:
+- A version is seen only after all its parts were committed and its checksum taken.
+- A slot is written only between `begin` and the last `commit`, and never while anybody leases what lies in it.
+- A slot whose writer vanished is never used again: that process, or a child of it, might still write. Its memory goes
+  when the last map of it does.
+
+Which versions stay is decided in `scheduling.retention`. Nothing here waits, and nothing here is slow.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from laminar.relay.manifest import Manifest
+from laminar.relay.messages import VersionStatus
+from laminar.relay.slots import SlotMemory
+from laminar.scheduling.retention import versions_to_evict
+from laminar.schema.errors import Fenced, RunFailed, WeightsUnavailable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """A complete version."""
+
+    version: int
+    manifest: Manifest
+    checksum: int
+    slot: SlotMemory
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """A complete version in the hands of a reader."""
+
+    lease_id: int
+    holder: int
+    held: Held
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Reservation:
+    """A version on its way in: who writes which part, and how many bytes each committed part had."""
+
+    reservation_id: int
+    version: int
+    manifest: Manifest
+    num_parts: int
+    slot: SlotMemory
+    writers: dict[int, int] = field(default_factory=dict)
+    committed: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def is_written(self) -> bool:
+        return len(self.committed) == self.num_parts
+
+    def can_join(self, manifest: Manifest, part: int, num_parts: int) -> bool:
+        """Whether this writer fills in what is missing; otherwise it begins anew."""
+        return (
+            not self.is_written
+            and part not in self.writers
+            and num_parts == self.num_parts
+            and manifest == self.manifest
+        )
+
+
+class VersionStore:
+    """`holder` is a number that stands for one connection; everything it holds goes with `drop_holder`."""
+
+    def __init__(self, keep_versions: int) -> None:
+        self._keep_versions = keep_versions
+        self._held: dict[int, Held] = {}
+        self._leaving: list[Held] = []
+        self._leases: dict[int, Lease] = {}
+        self._incoming: dict[int, Reservation] = {}
+        self._pins: frozenset[int] = frozenset()
+        self._slots: dict[int, SlotMemory] = {}
+        self._free: list[SlotMemory] = []
+        self._layouts: dict[int, int] = {}
+        self._last_id = 0
+
+    # ---- readers
+
+    def newest(self) -> int | None:
+        """Newest complete version."""
+        return max(self._held, default=None)
+
+    def lease(self, holder: int, version: int | None) -> Lease:
+        """Keep a version (None: the newest) as it is until the lease is released."""
+        chosen = self.newest() if version is None else version
+        if chosen is None:
+            raise WeightsUnavailable("the relay holds no weights yet")
+        if chosen not in self._held:
+            raise WeightsUnavailable(f"the relay does not hold version {chosen}; it has {sorted(self._held)}")
+        lease = Lease(lease_id=self._new_id(), holder=holder, held=self._held[chosen])
+        self._leases[lease.lease_id] = lease
+        return lease
+
+    def release(self, holder: int, lease_id: int) -> None:
+        """The reader is done."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.holder != holder:
+            raise Fenced(f"lease {lease_id} is not held")
+        del self._leases[lease_id]
+        self._tidy()
+
+    # ---- writers
+
+    def join(self, holder: int, version: int, manifest: Manifest, part: int, num_parts: int) -> Reservation | None:
+        """The reservation that other parts of this version are being written to; None: `begin` one.
+
+        A writer that does not fit in starts the version anew: the last one wins, its forerunners are fenced.
+        """
+        if part >= num_parts:
+            raise RunFailed(f"part {part} of {num_parts} parts of version {version} cannot be")
+        for reservation in self._incoming_of(version):
+            if reservation.can_join(manifest, part, num_parts):
+                reservation.writers[part] = holder
+                return reservation
+        for reservation in self._incoming_of(version):
+            if not reservation.is_written:
+                self.abandon(reservation.reservation_id)
+        return None
+
+    def begin(
+        self, holder: int, version: int, manifest: Manifest, part: int, num_parts: int, slot: SlotMemory
+    ) -> Reservation:
+        """Give a free slot to a new version."""
+        self._free.remove(slot)
+        if self._layouts.get(slot.slot_id) != manifest.digest():
+            slot.clear(manifest)
+            self._layouts[slot.slot_id] = manifest.digest()
+        reservation = Reservation(
+            reservation_id=self._new_id(),
+            version=version,
+            manifest=manifest,
+            num_parts=num_parts,
+            slot=slot,
+            writers={part: holder},
+        )
+        self._incoming[reservation.reservation_id] = reservation
+        return reservation
+
+    def commit(self, holder: int, reservation_id: int, part: int, num_bytes: int) -> Reservation:
+        """A part is written; its writer writes no more."""
+        reservation = self._incoming.get(reservation_id)
+        if reservation is None or reservation.writers.get(part) != holder:
+            raise Fenced("this version was begun anew by another writer, or a writer of another part of it was lost")
+        reservation.committed[part] = num_bytes
+        if reservation.is_written:
+            self._check_coverage(reservation)
+        return reservation
+
+    def finish(self, reservation: Reservation, checksum: int, now_s: float) -> None:
+        """Make a written version visible. Raises `RunFailed` if it is held already, with other weights."""
+        del self._incoming[reservation.reservation_id]
+        before = self._held.get(reservation.version)
+        if before is None:
+            version = reservation.version
+            self._held[version] = Held(version, reservation.manifest, checksum, reservation.slot, now_s)
+            self._tidy()
+            return
+        self._free.append(reservation.slot)
+        self._tidy()
+        if (before.checksum, before.manifest) != (checksum, reservation.manifest):
+            raise RunFailed(
+                f"version {reservation.version} is held already, with other weights: versions never change; "
+                "a learner that goes back must rewind the relay first"
+            )
+
+    def abandon(self, reservation_id: int) -> None:
+        """Drop a version on its way in, and its slot with it."""
+        reservation = self._incoming.pop(reservation_id, None)
+        if reservation is not None:
+            self._retire(reservation.slot)
+
+    def owns(self, holder: int, reservation_id: int) -> bool:
+        """Whether this holder writes a part of the reservation."""
+        reservation = self._incoming.get(reservation_id)
+        return reservation is not None and holder in reservation.writers.values()
+
+    # ---- both
+
+    def drop_holder(self, holder: int) -> list[int]:
+        """A connection is gone: free its leases, drop what it was writing; returns the reservations dropped."""
+        for lease_id in [lease_id for lease_id, lease in self._leases.items() if lease.holder == holder]:
+            del self._leases[lease_id]
+        torn = [
+            reservation.reservation_id
+            for reservation in self._incoming.values()
+            if any(w == holder and part not in reservation.committed for part, w in reservation.writers.items())
+        ]
+        for reservation_id in torn:
+            self.abandon(reservation_id)
+        self._tidy()
+        return torn
+
+    def pin(self, versions: Iterable[int]) -> None:
+        """Keep these whatever their age; replaces the previous pins."""
+        self._pins = frozenset(versions)
+        self._tidy()
+
+    def rewind(self, version: int) -> None:
+        """Forget all versions after this one: the learner will make them again, and differently."""
+        for newer in [held for held in self._held.values() if held.version > version]:
+            self._drop(newer)
+        for reservation in [r for r in self._incoming.values() if r.version > version]:
+            self.abandon(reservation.reservation_id)
+        self._tidy()
+
+    # ---- slots
+
+    def add_slot(self, slot: SlotMemory) -> None:
+        """A new slot, free."""
+        self._slots[slot.slot_id] = slot
+        self._free.append(slot)
+
+    def free_slot(self, num_bytes: int) -> SlotMemory | None:
+        """A slot that nobody uses and that is large enough."""
+        fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
+        return min(fitting, key=lambda slot: (slot.num_bytes, slot.slot_id), default=None)
+
+    def close_small_slots(self, num_bytes: int) -> None:
+        """Give back the memory of free slots that are too small for what comes now."""
+        for slot in [slot for slot in self._free if slot.num_bytes < num_bytes]:
+            self._free.remove(slot)
+            self._retire(slot)
+
+    def num_slots(self, num_bytes: int) -> int:
+        """Slots that are large enough, free or not."""
+        return sum(slot.num_bytes >= num_bytes for slot in self._slots.values())
+
+    def live_slots(self) -> tuple[int, ...]:
+        """Slots that may be handed out again."""
+        return tuple(self._slots)
+
+    def yield_pins(self) -> list[int]:
+        """Drop the versions that only pins keep; returns them."""
+        pins, self._pins = self._pins, frozenset()
+        before = set(self._held)
+        self._tidy()
+        self._pins = pins
+        return sorted(before - set(self._held))
+
+    # ---- looking
+
+    def versions(self, now_s: float) -> tuple[VersionStatus, ...]:
+        """All complete versions, oldest first."""
+        return tuple(
+            VersionStatus(
+                version=held.version,
+                num_bytes=held.manifest.total_bytes,
+                age_s=now_s - held.since_s,
+                num_leases=self._num_leases(held),
+                pinned=held.version in self._pins,
+            )
+            for _, held in sorted(self._held.items())
+        )
+
+    def incoming(self) -> tuple[int, ...]:
+        """Versions on their way in."""
+        return tuple(sorted(reservation.version for reservation in self._incoming.values()))
+
+    def pins(self) -> tuple[int, ...]:
+        """Pinned versions, held or not."""
+        return tuple(sorted(self._pins))
+
+    def slot_use(self) -> tuple[int, int, int]:
+        """Number of slots, how many of them are free, and the bytes of all."""
+        return len(self._slots), len(self._free), sum(slot.num_bytes for slot in self._slots.values())
+
+    def close(self) -> None:
+        """Let go of all memory."""
+        for slot in self._slots.values():
+            slot.close()
+        self._slots.clear()
+        self._free.clear()
+
+    def _tidy(self) -> None:
+        """Evict what retention does not keep, and free the slots of what has left and is not leased any more."""
+        in_use = frozenset(lease.held.version for lease in self._leases.values())
+        for version in versions_to_evict(self._held, self._keep_versions, in_use, self._pins):
+            self._drop(self._held[version])
+        for held in [held for held in self._leaving if not self._num_leases(held)]:
+            self._leaving.remove(held)
+            self._free.append(held.slot)
+        for slot in self._free[self._keep_versions + 1 - len(self._slots) :] if self._has_surplus() else []:
+            self._free.remove(slot)
+            self._retire(slot)
+
+    def _has_surplus(self) -> bool:
+        return len(self._slots) > self._keep_versions + 1
+
+    def _drop(self, held: Held) -> None:
+        del self._held[held.version]
+        self._leaving.append(held)
+
+    def _retire(self, slot: SlotMemory) -> None:
+        del self._slots[slot.slot_id]
+        self._layouts.pop(slot.slot_id, None)
+        slot.close()
+
+    def _num_leases(self, held: Held) -> int:
+        return sum(lease.held is held for lease in self._leases.values())
+
+    def _incoming_of(self, version: int) -> list[Reservation]:
+        return [reservation for reservation in self._incoming.values() if reservation.version == version]
+
+    def _check_coverage(self, reservation: Reservation) -> None:
+        written, due = sum(reservation.committed.values()), reservation.manifest.payload_bytes
+        if written != due:
+            self.abandon(reservation.reservation_id)
+            raise RunFailed(f"the parts of version {reservation.version} cover {written} of {due} bytes")
+
+    def _new_id(self) -> int:
+        self._last_id += 1
+        return self._last_id

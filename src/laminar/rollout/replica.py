@@ -1,0 +1,234 @@
+"""A replica: claim a batch, run it under one weight version, take the newest version, begin again.
+
+Invariant: weights change only between batches, and a batch is told to the data shard completely before the next begins.
+"""
+
+import asyncio
+
+from msgspec import Struct
+
+from laminar.engines.protocol import Engine
+from laminar.rollout.batch_run import BatchRun, StreamRules
+from laminar.rollout.episodes import Episodes
+from laminar.rollout.outbox import Outbox
+from laminar.rollout.ports import DataPort, ManagerPort, WeightSource
+from laminar.rollout.trajectory import EpisodeLimits
+from laminar.schema.errors import DeadlinePassed, PeerLost, WeightsUnavailable
+from laminar.schema.fleet import Adoption, ReplicaLoad, ReplicaPhase, lease_name
+from laminar.schema.trajectories import Batch, Purpose, Sampling
+from laminar.telemetry.events import Events
+
+CLAIM_WAIT_S = 0.5
+"""A replica that gets no batch for so long looks for newer weights before it asks again, so it never starts stale."""
+
+
+class ReplicaRules(Struct, frozen=True, kw_only=True):
+    """How a replica runs its batches."""
+
+    replica_id: str
+    incarnation: int
+    batch_trajectories: int
+    heartbeat_s: float
+    weights_deadline_s: float
+    port_deadline_s: float
+    limits: EpisodeLimits
+    stream: StreamRules
+    sampling: dict[Purpose, Sampling]
+
+
+class Replica:
+    """One rollout worker; see the module docstring for its cycle."""
+
+    def __init__(
+        self,
+        rules: ReplicaRules,
+        *,
+        engine: Engine,
+        episodes: Episodes,
+        weights: WeightSource,
+        data: DataPort,
+        manager: ManagerPort,
+        events: Events,
+    ) -> None:
+        self._rules = rules
+        self._engine = engine
+        self._episodes = episodes
+        self._weights = weights
+        self._data = data
+        self._manager = manager
+        self._events = events
+        self._phase: ReplicaPhase = "starting"
+        self._version: int | None = None
+        self._batch: BatchRun | None = None
+        self._next: Adoption | None = None
+        self._cycle = 0
+        self._freed_by_repack = False
+
+    async def run(self) -> None:
+        """Run until cancelled; raises when this replica cannot go on."""
+        await self._engine.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._report_for_ever())
+                group.create_task(self._cycle_for_ever())
+        finally:
+            await self._engine.close()
+
+    async def release(self, lease_id: str) -> bool:
+        """Let all trajectories of this lease go, for somebody else to adopt; False if it is not held (any more)."""
+        batch = self._batch
+        if batch is None or batch.lease_id != lease_id or not batch.is_open:
+            return False
+        num_trajectories = await batch.release()
+        self._freed_by_repack = True
+        self._emit("released", lease_id=lease_id, num_trajectories=num_trajectories)
+        return True
+
+    async def adopt(self, lease_id: str, version: int) -> bool:
+        """Take over what is unfinished of a lease: at once in a batch of that version, next if idle, else False."""
+        batch = self._batch
+        if batch is None:
+            self._next = self._next or Adoption(lease_id=lease_id, version=version)
+            return self._next.lease_id == lease_id
+        if batch.version != version or not batch.is_open:
+            return False
+        batch.expect(+1)
+        try:
+            adopted = await self._data.adopt(lease_id, batch.lease_id, version)
+            batch.add(adopted.items)
+        finally:
+            batch.expect(-1)
+        return True
+
+    async def _report_for_ever(self) -> None:
+        """Heartbeats.
+
+        waits for:  time
+        ends:       cancelled with the replica, or `Fenced` by the manager; a manager that restarts is waited for
+        """
+        while True:
+            await self._report()
+            await asyncio.sleep(self._rules.heartbeat_s)
+
+    async def _cycle_for_ever(self) -> None:
+        """Batches, one after the other.
+
+        waits for:  weights     <- the relay completes a version
+                    a batch     <- the data shard has room ahead of the trainer
+        ends:       cancelled with the replica
+        """
+        while True:
+            order = await self._next_order()
+            if order is None:
+                await self._load_newest()
+                await self._run_batch(None)
+            elif await self._load(order.version):
+                await self._run_batch(order)
+
+    async def _next_order(self) -> Adoption | None:
+        self._phase = "idle"
+        told = await self._report()
+        order, self._next = self._next or told, None
+        return order
+
+    async def _load_newest(self) -> None:
+        newest = await self._weights.wait_newer(None, self._rules.weights_deadline_s)
+        if newest is None:
+            raise DeadlinePassed(f"the relay had no weights within {self._rules.weights_deadline_s:g} s")
+        await self._load(None)
+
+    async def _load(self, version: int | None) -> bool:
+        """Swap in a version (None: the newest); False if the relay does not hold it."""
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        try:
+            async with self._weights.lease(version) as weights:
+                if weights.version != self._version:
+                    self._phase = "loading"
+                    await self._engine.load_weights(weights.version, weights.tensors)
+                    self._version = weights.version
+                    seconds = loop.time() - started_s
+                    self._emit("pulled", version=self._version, seconds=seconds, freed_by_repack=self._freed_by_repack)
+                    self._freed_by_repack = False
+        except WeightsUnavailable:
+            return False
+        return True
+
+    async def _run_batch(self, order: Adoption | None) -> None:
+        assert self._version is not None
+        self._cycle += 1
+        lease_id = lease_name(self._rules.replica_id, self._rules.incarnation, self._cycle)
+        batch = await self._obtain(lease_id, order)
+        if not batch.items:
+            return
+        run = self._begin(lease_id, self._version, batch)
+        started_s = asyncio.get_running_loop().time()
+        self._batch, self._phase = run, "generating"
+        try:
+            await run.run()
+        finally:
+            self._batch, self._phase = None, "idle"
+        seconds = asyncio.get_running_loop().time() - started_s
+        self._emit(
+            "batch_done", lease_id=lease_id, version=run.version, num_trajectories=run.num_started, seconds=seconds
+        )
+
+    async def _obtain(self, lease_id: str, order: Adoption | None) -> Batch:
+        assert self._version is not None
+        try:
+            if order is not None:
+                return await self._data.adopt(order.lease_id, lease_id, self._version)
+            return await self._data.claim(lease_id, self._version, self._rules.batch_trajectories, CLAIM_WAIT_S)
+        except (PeerLost, DeadlinePassed):
+            await asyncio.sleep(CLAIM_WAIT_S)  # the data shard restarts; the lease is named anew, so nothing is lost
+            return Batch()
+
+    def _begin(self, lease_id: str, version: int, batch: Batch) -> BatchRun:
+        run = BatchRun(
+            lease_id=lease_id,
+            version=version,
+            sampling=self._rules.sampling[batch.purpose],
+            engine=self._engine,
+            episodes=self._episodes,
+            outbox=Outbox(self._data, lease_id, give_up_after_s=self._rules.port_deadline_s),
+            limits=self._rules.limits,
+            stream=self._rules.stream,
+        )
+        run.add(batch.items)
+        return run
+
+    async def _report(self) -> Adoption | None:
+        load = self.load()
+        self._emit(
+            "load",
+            phase=load.phase,
+            version=load.version,
+            lease_id=load.lease_id,
+            num_running=load.num_running,
+            num_waiting=load.num_waiting,
+            num_acting=load.num_acting,
+            kv_fraction=round(load.kv_fraction, 4),
+        )
+        try:
+            return await self._manager.heartbeat(load)
+        except (PeerLost, DeadlinePassed):
+            return None
+
+    def load(self) -> ReplicaLoad:
+        """What a heartbeat says."""
+        engine = self._engine.load()
+        return ReplicaLoad(
+            replica_id=self._rules.replica_id,
+            incarnation=self._rules.incarnation,
+            phase=self._phase,
+            version=self._version,
+            lease_id=self._batch.lease_id if self._batch else None,
+            num_running=engine.num_running,
+            num_waiting=engine.num_waiting,
+            num_acting=self._batch.num_acting if self._batch else 0,
+            kv_used_tokens=engine.kv_used_tokens,
+            kv_capacity_tokens=engine.kv_capacity_tokens,
+        )
+
+    def _emit(self, kind: str, **fields: object) -> None:
+        self._events.emit(kind, replica_id=self._rules.replica_id, incarnation=self._rules.incarnation, **fields)

@@ -1,0 +1,333 @@
+"""What events there are and what they say: the single source for those who emit and those who read.
+
+Every line of `events.jsonl` has `t` (wall seconds since the epoch), `source` (the process, e.g. `replica-0`, `trainer`)
+and `kind`, which is the name of one of the classes below in snake case. Fields without a default are always there.
+Units are in the names; `seconds` is seconds, `tokens` a count; versions and steps are integers, and step n makes
+version n. Lease ids look like `replica-1/2/37`: replica, incarnation, cycle.
+
+Emitters pass the fields to `Events.emit(kind, ...)` and may add more of their own; readers ignore what they don't know.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+
+def _snake_case(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+class Fact(Struct, frozen=True, kw_only=True, tag_field="kind", tag=_snake_case):
+    """An event of a known kind."""
+
+    t: float
+    source: str
+
+
+# ---- the run
+
+
+class RunStarted(Fact, frozen=True, kw_only=True):
+    """Emitted at every start, so a resumed run has several."""
+
+    run_id: str
+    name: str
+    num_replicas: int
+    num_steps: int
+
+
+class RunFinished(Fact, frozen=True, kw_only=True):
+    """`reason` is `done`, or says why the run ended early."""
+
+    reason: str
+
+
+class Resumed(Fact, frozen=True, kw_only=True):
+    """The learner goes on after this step; later ones are done again."""
+
+    step: int
+
+
+# ---- weights
+
+
+class Published(Fact, frozen=True, kw_only=True):
+    """The relay holds this version completely; the learner stood still for `stall_s`."""
+
+    version: int
+    stall_s: float = 0.0
+
+
+class Pulled(Fact, frozen=True, kw_only=True):
+    """A replica has taken new weights, `seconds` after it asked; `freed_by_repack`: a repack had emptied it."""
+
+    replica_id: str
+    incarnation: int
+    version: int
+    seconds: float = 0.0
+    freed_by_repack: bool = False
+
+
+# ---- generation
+
+
+class Load(Fact, frozen=True, kw_only=True):
+    """One heartbeat of a replica; `kv_fraction` is 0 to 1."""
+
+    replica_id: str
+    incarnation: int
+    phase: str
+    version: int | None
+    lease_id: str | None
+    num_running: int
+    num_waiting: int
+    num_acting: int
+    kv_fraction: float
+
+
+class Claimed(Fact, frozen=True, kw_only=True):
+    """The data shard gave a batch into the hands of a replica."""
+
+    lease_id: str
+    version: int
+    num_trajectories: int
+    purpose: str = "training"
+
+
+class BatchDone(Fact, frozen=True, kw_only=True):
+    """A replica has finished its batch, adopted trajectories included."""
+
+    replica_id: str
+    lease_id: str
+    version: int
+    num_trajectories: int
+    seconds: float
+
+
+class Trajectory(Fact, frozen=True, kw_only=True):
+    """A trajectory is finished and graded; `reward` is None if it could not be computed."""
+
+    trajectory_id: str
+    group_id: str
+    version: int
+    staleness: int
+    tokens: int
+    reward: float | None
+    purpose: str = "training"
+    attempt: int = 0
+    stop_reason: str = "stop"
+
+
+class Dropped(Fact, frozen=True, kw_only=True):
+    """A trajectory will not be trained."""
+
+    trajectory_id: str
+    reason: str
+
+
+# ---- moving work
+
+
+class Move(Struct, frozen=True, kw_only=True):
+    """The unfinished trajectories of one replica go to another; `kv_fraction` is the KV share they take there."""
+
+    source: str
+    target: str
+    num_trajectories: int = 0
+    kv_fraction: float = 0.0
+
+
+class Repack(Fact, frozen=True, kw_only=True):
+    """The manager orders moves among replicas of one version; `num_released` replicas become free."""
+
+    version: int
+    moves: list[Move]
+    num_released: int = 0
+    plan_s: float = 0.0
+
+
+class Released(Fact, frozen=True, kw_only=True):
+    """A replica has let go of a batch, finished or not."""
+
+    replica_id: str
+    lease_id: str
+    num_trajectories: int
+
+
+class Adopted(Fact, frozen=True, kw_only=True):
+    """A replica has taken over the unfinished trajectories of a lease, after a repack or a failure."""
+
+    from_lease: str
+    to_lease: str
+    version: int
+    num_trajectories: int
+    num_tokens: int = 0
+
+
+# ---- failures
+
+
+class ReplicaStarted(Fact, frozen=True, kw_only=True):
+    """A new life of a replica has reported for the first time."""
+
+    replica_id: str
+    incarnation: int
+    reason: str = ""
+
+
+class ReplicaSuspect(Fact, frozen=True, kw_only=True):
+    """No heartbeat for a while; gets no more work."""
+
+    replica_id: str
+    incarnation: int
+    reason: str = ""
+
+
+class ReplicaLost(Fact, frozen=True, kw_only=True):
+    """This life is over."""
+
+    replica_id: str
+    incarnation: int
+    reason: str = ""
+
+
+class ReplicaRetired(Fact, frozen=True, kw_only=True):
+    """No further life will follow."""
+
+    replica_id: str
+    incarnation: int | None = None
+    reason: str = ""
+
+
+class ProcessEnded(Fact, frozen=True, kw_only=True):
+    """The process of a replica is gone, wanted or not; what that means the manager says."""
+
+    replica_id: str
+    incarnation: int
+    reason: str = ""
+
+
+class ServiceLost(Fact, frozen=True, kw_only=True):
+    """A service other than a replica (data, relay, trainer, manager) died."""
+
+    service: str
+    reason: str = ""
+
+
+class ServiceStarted(Fact, frozen=True, kw_only=True):
+    """It is back."""
+
+    service: str
+    reason: str = ""
+
+
+class CommandFailed(Fact, frozen=True, kw_only=True):
+    """The manager could not carry out an order; it decides anew."""
+
+    reason: str
+
+
+# ---- training
+
+
+class Taken(Fact, frozen=True, kw_only=True):
+    """Mini-batch `part` of iteration `step` was drawn; `groups` are their ids, or how many."""
+
+    step: int
+    part: int
+    groups: list[str] | int
+
+
+class Step(Fact, frozen=True, kw_only=True):
+    """An iteration is complete: it waited, trained and published, in this order, and ended at `t`.
+
+    `tokens` and the means are over the trajectories that it consumed. Further numeric fields are metrics of the
+    learner and of the task; they go to metrics.jsonl.
+    """
+
+    step: int
+    wait_s: float
+    train_s: float
+    publish_s: float
+    reward_mean: float | None = None
+    response_tokens_mean: float | None = None
+    staleness_mean: float | None = None
+    staleness_max: int | None = None
+    tokens: int = 0
+    lr: float | None = None
+    loss: float | None = None
+    clip_fraction: float | None = None
+
+
+class Checkpoint(Fact, frozen=True, kw_only=True):
+    """A durable state that covers all steps up to `step`; writing took `seconds`."""
+
+    step: int
+    path: str
+    seconds: float = 0.0
+
+
+class Evaluation(Fact, frozen=True, kw_only=True):
+    """Held-out accuracy, 0 to 1, of one version over `num` prompts."""
+
+    version: int
+    accuracy: float
+    num: int = 0
+
+
+# ---- waits and telemetry itself
+
+
+class WaitStarted(Fact, frozen=True, kw_only=True):
+    """`waiter` has waited for `waited_s` for what one of the sources `of` must do; emitted late, by design."""
+
+    wait_id: str
+    waiter: str
+    what: str
+    of: list[str] = []
+    deadline_s: float | None = None
+    waited_s: float = 0.0
+
+
+class WaitEnded(Fact, frozen=True, kw_only=True):
+    """The announced wait is over, `waited_s` after it began."""
+
+    wait_id: str
+    waiter: str
+    waited_s: float = 0.0
+
+
+class EventsDropped(Fact, frozen=True, kw_only=True):
+    """So many events of this source could not be written."""
+
+    num: int
+
+
+KINDS: dict[str, type[Fact]] = {_snake_case(kind.__name__): kind for kind in Fact.__subclasses__()}
+"""Every kind of event by its name."""
+
+
+def problem(event: dict[str, Any]) -> str | None:
+    """What is wrong with an event, in one sentence; None if it keeps to the vocabulary."""
+    kind = KINDS.get(event.get("kind", ""))
+    if kind is None:
+        return f"{event.get('kind')!r} is not in the vocabulary"
+    try:
+        msgspec.convert(event, kind)
+    except msgspec.ValidationError as error:
+        return f"{event['kind']}: {error}"
+    return None
+
+
+def to_facts(events: Iterable[dict[str, Any]]) -> Iterator[Fact]:
+    """Typed events; those that do not keep to the vocabulary are left out (`problem` says why)."""
+    for event in events:
+        kind = KINDS.get(event.get("kind", ""))
+        if kind is not None:
+            try:
+                yield msgspec.convert(event, kind)
+            except msgspec.ValidationError:
+                continue
