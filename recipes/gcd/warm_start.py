@@ -3,10 +3,10 @@
     python recipes/gcd/warm_start.py            # about four minutes on one core
     python recipes/gcd/warm_start.py --check    # only measure the checkpoint that is there
 
-The model is trained on workings that stop after each step with probability one half and then state the smaller of the
-two numbers left, which is wrong most of the time. So it does single steps almost without error and answers about 38 % of
-the held-out pairs; what is left for reinforcement learning is to find out that going on pays. The result depends on the
-seed and the arguments alone (and on the floating-point order of the machine).
+The model is trained on workings that stop after each step with probability 0.2 and then state the smaller of the two
+numbers left, which is wrong most of the time. So it does single steps almost without error and answers about 37 % of
+the held-out pairs; what is left for reinforcement learning is to find out that going on pays. The result depends on
+the seed and the arguments alone (and on the floating-point order of the machine).
 """
 
 import argparse
@@ -28,6 +28,9 @@ from laminar.tasks.protocol import Problem
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 CHARACTERS = "0123456789,:-=#+*/()<>?!.;_%&|^ \nabcdefghijklmnopqrstuvwxyz@"
 """What the task needs first, then enough to fill a vocabulary of 64 for whoever tries another text task on it."""
+
+INITIALIZER_RANGE = 0.06
+"""At the usual 0.02 a model this narrow needs half again as many steps to learn subtraction."""
 
 BUCKET_BATCHES = 8
 """Batches drawn together and cut by length: rows of a batch are about equally long, so little is padding."""
@@ -61,6 +64,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
+        initializer_range=INITIALIZER_RANGE,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -70,7 +74,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def impatient_working(problem: Problem, *, rng: random.Random, patience: float) -> str:
-    """A correct working that is cut after each step with probability 1 - patience; then the smaller number is stated."""
+    """A correct working, cut after each step with probability 1 - patience; then the smaller number is stated."""
     written = []
     smaller = min(problem.payload["a"], problem.payload["b"])
     for larger, smaller_before, difference in subtraction_steps(problem.payload["a"], problem.payload["b"]):
@@ -153,7 +157,7 @@ def sample_answers(
 
 
 def share_of_valid_steps(problems: Sequence[Problem], answers: Sequence[str]) -> float:
-    """Share of written steps that subtract the smaller from the larger of the two numbers at hand, and do so rightly."""
+    """Share of written steps that subtract the smaller of the two numbers at hand from the larger, and rightly."""
     num_valid = num_steps = 0
     for problem, answer in zip(problems, answers, strict=True):
         pair = {problem.payload["a"], problem.payload["b"]}
@@ -190,19 +194,26 @@ def check(folder: Path, task: GcdTask, *, num_samples: int, seed: int) -> dict[s
 
 
 def save(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Write the folder so that transformers 4 and 5 both load it."""
     model.generation_config.update(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    # transformers 5 writes a class name that 4 does not know; both know this one.
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    file.write_text(json.dumps(settings, indent=2) + "\n")
+    for file in folder.iterdir():
+        file.chmod(0o644)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--num-steps", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--patience", type=float, default=0.5, help="probability of going on after a step")
+    parser.add_argument("--patience", type=float, default=0.8, help="probability of going on after a step")
     parser.add_argument("--check", action="store_true", help="only measure the checkpoint in --out")
     options = parser.parse_args()
 

@@ -56,7 +56,7 @@ class Run:
         while self.queue and not self.finished:
             self.t, _, action = heapq.heappop(self.queue)
             action()
-        self.emit("cluster", "run_finished", reason="done")
+        self.emit("cluster", "run_finished", reason="finished")
         return self.events
 
     # ---- replicas
@@ -238,7 +238,7 @@ class Run:
             return
         batch, self.ready = self.ready[:need], self.ready[need:]
         self.training = True
-        wait_s = self.t - self.asked
+        wait_s = max(0.0, self.t - self.asked)
         if wait_s > 1:
             wait = {"wait_id": f"trainer:{self.version}", "waiter": "trainer"}
             self.emit("trainer", "wait_started", **wait, what="3 groups", of=["data"], deadline_s=1800, waited_s=1)

@@ -17,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # importing rich takes longer than all the rest
 )
 app.add_typer(inspecting.app, name="inspect")
 
@@ -38,9 +39,7 @@ def train(
     """Post-train a model."""
     from laminar.cli import training
 
-    training.train(
-        recipe, overrides or [], out=out, resume=resume, overwrite=overwrite, explain=explain, plain=plain
-    )
+    training.train(recipe, overrides or [], out=out, resume=resume, overwrite=overwrite, explain=explain, plain=plain)
 
 
 @app.command()

@@ -2,12 +2,18 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from laminar.cli import watching
 from laminar.config.loading import dump_config, load_recipe
 from laminar.config.run_config import RunConfig
 from laminar.schema.errors import UserError
+
+if TYPE_CHECKING:
+    from laminar.cluster.run_folder import RunFacts
 
 
 def train(
@@ -58,16 +64,17 @@ def _run(config: RunConfig, folder: Path, facts: "RunFacts", resume_step: int | 
     from laminar.cluster import run_folder
     from laminar.cluster.training_run import train as train_run
     from laminar.dashboard.watching import watch
-    from laminar.cli.watching import draw
 
-    def show(over: asyncio.Event) -> "Coroutine[Any, Any, None]":
-        return watch(folder, over, live=not plain and sys.stdout.isatty())
+    since = time.time()
+
+    async def show(over: asyncio.Event) -> None:
+        await watch(folder, over, live=False if plain else None, since=since, keep_metrics=True)
 
     with run_folder.locked(folder):
         try:
             train_run(config, folder, facts, resume_step, show)
         finally:
-            draw(folder)
+            watching.report(folder)
 
 
 def _extend_module_path(entries: Sequence[str]) -> None:

@@ -7,11 +7,19 @@ happen here, on use, so that a process that needs no torch does not load it.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from pathlib import Path
 
-from laminar.cluster.ports import ActorPort, ActorReplicas, replica_name
+from laminar.cluster.ports import ActorReplicas, port_to, replica_name
+from laminar.cluster.run_folder import CHECKPOINTS, JOURNAL
 from laminar.cluster.shell import Place, Service, Spec
+from laminar.tasks.grading import AnyGrader
+from laminar.tasks.loading import build_task
+from laminar.tasks.protocol import InteractiveTask
 from laminar.telemetry.events import EventLog
+from laminar.telemetry.files import EVENTS
+
+FLUSH_EVENTS_S = 0.2
+"""What a killed process did not write is at most so old."""
 
 
 @asynccontextmanager
@@ -33,6 +41,7 @@ async def data(spec: Spec) -> AsyncIterator[Service]:
     """Prompt pool, partial response pool, experience buffer and their journal."""
     from laminar.cluster.prompts import TaskPrompts
     from laminar.data.shard import DataShard
+    from laminar.cluster.wiring import data_rules
     from laminar.data.sqlite_journal import SqliteJournal
     from laminar.tasks.loading import build_task
     from laminar.tasks.tokenizer import load_tokenizer
@@ -41,7 +50,7 @@ async def data(spec: Spec) -> AsyncIterator[Service]:
     task = build_task(config.task.path, config.task.options)
     prompts = TaskPrompts(task, load_tokenizer(config.model.path), num_heldout=config.evaluation.num_prompts)
     async with _events(spec.place, "data") as events:
-        journal = SqliteJournal(spec.place.folder / "journal.sqlite", flush_s=config.data.flush_s)
+        journal = SqliteJournal(spec.place.folder / JOURNAL, flush_s=config.data.flush_s)
         async with DataShard.open(journal, prompts, data_rules(config), events, spec.resume_step) as shard:
             yield shard
 
@@ -58,8 +67,40 @@ async def manager(spec: Spec) -> AsyncIterator[Service]:
             manager_rules(spec.config, spec.config.rollout.num_replicas),
             num_replicas=spec.config.rollout.num_replicas,
             replicas=ActorReplicas(namespace),
-            data=ActorPort(namespace, "data"),
-            relay=ActorPort(namespace, "relay"),
+            data=port_to(namespace, "data"),
+            relay=port_to(namespace, "relay"),
+            events=events,
+        )
+
+
+@asynccontextmanager
+async def trainer(spec: Spec) -> AsyncIterator[Service]:
+    """Learner, optimizer, checkpoints."""
+    from laminar.relay.publisher import WeightPublisher
+    from laminar.trainer.checkpoints import Checkpoints
+    from laminar.trainer.learner import TorchLearner
+    from laminar.trainer.loop import TrainerLoop
+
+    config, namespace = spec.config, spec.place.run_id
+    async with AsyncExitStack() as stack:
+        events = await stack.enter_async_context(_events(spec.place, "trainer"))
+        sink = WeightPublisher(relay_socket(spec.place), spec.place.secret, config.relay.dtype)
+        learner = await asyncio.to_thread(
+            lambda: TorchLearner(
+                config.model.path,
+                config.trainer,
+                config.seed,
+                temperature=config.rollout.sampling.temperature or 1.0,
+            )
+        )
+        yield TrainerLoop(
+            config.trainer,
+            evaluate_every=config.evaluation.every_steps if config.evaluation.num_prompts else None,
+            learner=learner,
+            buffer=port_to(namespace, "data"),
+            sink=await stack.enter_async_context(sink),
+            manager=port_to(namespace, "manager"),
+            checkpoints=Checkpoints(spec.place.folder / CHECKPOINTS, config.trainer.checkpoint),
             events=events,
         )
 
@@ -67,6 +108,7 @@ async def manager(spec: Spec) -> AsyncIterator[Service]:
 @asynccontextmanager
 async def replica(spec: Spec) -> AsyncIterator[Service]:
     """One life of a rollout worker."""
+    from laminar.cluster.engines import build_engine
     from laminar.cluster.wiring import replica_rules
     from laminar.relay.reader import WeightReader
     from laminar.rollout.episodes import Episodes
@@ -78,19 +120,56 @@ async def replica(spec: Spec) -> AsyncIterator[Service]:
     rules = replica_rules(config, spec.replica_id, spec.incarnation, tokenizer.stop_token_ids)
     async with AsyncExitStack() as stack:
         events = await stack.enter_async_context(_events(spec.place, replica_name(spec.replica_id, spec.incarnation)))
-        grader = await stack.enter_async_context(_grader(spec))
         yield Replica(
             rules,
-            engine=_engine(spec),
+            engine=build_engine(config),
             episodes=Episodes(
                 limits=rules.limits,
                 tokenizer=tokenizer,
-                grader=grader,
+                grader=await stack.enter_async_context(_grader(spec)),
                 environments=_environments(spec),
                 act_timeout_s=config.task.grade_timeout_s,
             ),
-            weights=WeightReader(relay_socket(spec.place), spec.place.secret),
-            data=ActorPort(namespace, "data"),
-            manager=ActorPort(namespace, "manager"),
+            weights=await stack.enter_async_context(WeightReader(relay_socket(spec.place), spec.place.secret)),
+            data=port_to(namespace, "data"),
+            manager=port_to(namespace, "manager"),
             events=events,
         )
+
+
+def relay_socket(place: Place) -> Path:
+    """Where the relay listens for the processes of its machine."""
+    return place.sockets / "relay"
+
+
+@asynccontextmanager
+async def _events(place: Place, source: str) -> AsyncIterator[EventLog]:
+    """This process's voice in the run's event file."""
+    with EventLog(place.folder / EVENTS, source) as events:
+        flusher = asyncio.ensure_future(events.run_flusher(FLUSH_EVENTS_S))
+        try:
+            yield events
+        finally:
+            flusher.cancel()
+            await asyncio.wait([flusher])
+
+
+@asynccontextmanager
+async def _grader(spec: Spec) -> AsyncIterator[AnyGrader]:
+    """Reward workers of this replica."""
+    from laminar.tasks.grading import Grader, GradingRules
+
+    task = spec.config.task
+    rules = GradingRules(timeout_s=task.grade_timeout_s, num_workers=task.grade_workers)
+    grader = Grader(task.path, task.options, sys_path=spec.place.module_path, rules=rules)
+    await grader.start()
+    try:
+        yield grader
+    finally:
+        await grader.close()
+
+
+def _environments(spec: Spec) -> InteractiveTask | None:
+    """The task, if its problems are played in an environment."""
+    task = build_task(spec.config.task.path, spec.config.task.options)
+    return task if isinstance(task, InteractiveTask) else None

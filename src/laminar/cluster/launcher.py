@@ -13,9 +13,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from laminar.cluster import builders
-from laminar.cluster.ports import ActorPort, cause_line, first_line, replica_name
-from laminar.cluster.shell import Builder, Place, Shell, Spec
+from laminar.cluster import builders, shell
+from laminar.cluster.ports import cause_line, first_line, port_to, replica_name
+from laminar.cluster.shell import Builder, Place, Spec
 from laminar.config.run_config import RunConfig
 from laminar.manager.orders import GiveUpOrder, KillOrder, StartOrder
 from laminar.schema.errors import LaminarError, RunFailed, UserError
@@ -73,8 +73,8 @@ class Launcher:
         finally:
             await self._stop_all()
 
-    def _port(self, name: str) -> ActorPort:
-        return ActorPort(self._place.run_id, name)
+    def _port(self, name: str) -> Any:
+        return port_to(self._place.run_id, name)
 
     def _spawn(self, loop: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(self._group.create_task(loop))
@@ -89,7 +89,7 @@ class Launcher:
         )
         num_gpus = gpus_of(name, self._config)
         options = {"name": name, "namespace": self._place.run_id, "num_gpus": num_gpus}
-        self._handles[name] = Shell.options(**options).remote(build, spec)
+        self._handles[name] = shell.Shell.options(**options).remote(build, spec)  # type: ignore[attr-defined]
 
     async def _until_it_ends(self, name: str) -> None:
         """Wait for the loop of a service to return; raises `RunFailed` or what the service raised for the user."""

@@ -58,17 +58,23 @@ class ActorPort:
         return self._handle
 
 
+def port_to(namespace: str, name: str) -> Any:
+    """A port whose methods are those of whatever protocol the caller declared for this neighbour."""
+    return ActorPort(namespace, name)
+
+
 class ActorReplicas:
     """The way to each life of each replica."""
 
     def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._ports: dict[str, ActorPort] = {}
+        self._ports: dict[str, Any] = {}
 
-    def port(self, replica_id: str, incarnation: int) -> ActorPort:
+    def port(self, replica_id: str, incarnation: int) -> Any:
+        """Calls on it raise `PeerLost` once that life is over."""
         name = replica_name(replica_id, incarnation)
         if name not in self._ports:
-            self._ports[name] = ActorPort(self._namespace, name)
+            self._ports[name] = port_to(self._namespace, name)
         return self._ports[name]
 
 

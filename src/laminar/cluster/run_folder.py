@@ -23,6 +23,10 @@ from laminar.config.loading import dump_config
 from laminar.config.run_config import RunConfig
 from laminar.schema.errors import UserError
 
+JOURNAL = "journal.sqlite"
+CHECKPOINTS = "checkpoints"
+EXPORT = "export"
+
 
 class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a resumed run must know besides its configuration."""
@@ -43,7 +47,9 @@ def create(folder: Path, recipe: Path, config: RunConfig, *, overwrite: bool) ->
             shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     module_path = (str(recipe.resolve().parent), str(Path.cwd()))
-    facts = RunFacts(run_id=f"{folder.name}-{secrets.token_hex(4)}", recipe=str(recipe.resolve()), module_path=module_path)
+    facts = RunFacts(
+        run_id=f"{folder.name}-{secrets.token_hex(4)}", recipe=str(recipe.resolve()), module_path=module_path
+    )
     (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     (folder / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n")
     return facts
@@ -54,7 +60,9 @@ def read_facts(folder: Path) -> RunFacts:
     try:
         return msgspec.json.decode((folder / "run.json").read_bytes(), type=RunFacts)
     except FileNotFoundError:
-        raise UserError(f"{folder} holds no run (run.json is missing); give the --out folder of an earlier run") from None
+        raise UserError(
+            f"{folder} holds no run (run.json is missing); give the --out folder of an earlier run"
+        ) from None
     except (msgspec.DecodeError, OSError) as error:
         raise UserError(f"{folder / 'run.json'} cannot be read: {error}") from None
 

@@ -89,4 +89,3 @@ class Shell:
         async with self._build(self._spec) as self._service:
             self._ready.set()
             await self._service.run()
-

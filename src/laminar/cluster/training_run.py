@@ -23,7 +23,9 @@ class Interrupted(LaminarError):
     """A signal stopped the run; it can be resumed."""
 
     def __init__(self, signal_number: int, folder: Path) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}; go on with: laminar train --resume {folder}")
+        super().__init__(
+            f"stopped by {signal.Signals(signal_number).name}; go on with: laminar train --resume {folder}"
+        )
         self.exit_code = 128 + signal_number
 
 
@@ -78,4 +80,3 @@ async def _train(launcher: Launcher, events: EventLog, watch: Watch, folder: Pat
         over.set()
         flusher.cancel()
         await asyncio.wait([viewer, flusher])
-

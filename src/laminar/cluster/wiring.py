@@ -1,6 +1,7 @@
 """From the configuration to the rules of each part: the one place where keys become arguments."""
 
 from laminar.config.run_config import RunConfig, SamplingConfig
+from laminar.data.ports import DataRules
 from laminar.manager.manager import ManagerRules
 from laminar.rollout.batch_run import StreamRules
 from laminar.rollout.replica import ReplicaRules
@@ -33,6 +34,23 @@ def replica_rules(
         ),
         stream=StreamRules(every_tokens=rollout.stream_every_tokens, every_s=rollout.stream_every_s),
         sampling={"training": sampling(rollout.sampling), "evaluation": sampling(config.evaluation.sampling)},
+    )
+
+
+def data_rules(config: RunConfig) -> DataRules:
+    """How prompts are drawn and experience is handed out."""
+    data = config.data
+    return DataRules(
+        group_size=data.group_size,
+        max_groups_ahead=config.max_groups_ahead,
+        seed=config.seed,
+        shuffle=data.shuffle,
+        max_prompt_tokens=data.max_prompt_tokens,
+        data_failures=data.data_failures,
+        sampler=data.sampler,
+        eviction=data.eviction,
+        max_staleness=data.max_staleness,
+        total_groups=config.trainer.num_steps * config.trainer.groups_per_step,
     )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from laminar.config.base import Section
+from laminar.config.base import DottedPath, Section
 
 
 class TorchEngineConfig(Section):
@@ -26,7 +26,7 @@ class TorchEngineConfig(Section):
 
 
 class ScriptedEngineConfig(Section):
-    """A real engine without a model: answers follow from prompt, seed and version. For tests of everything around it."""
+    """A real engine without a model, for tests of all around it: answers follow from prompt, seed and version."""
 
     kind: Literal["scripted"] = "scripted"
     max_running: PositiveInt = 256
@@ -43,9 +43,9 @@ class CustomEngineConfig(Section):
     """An engine of your own, by dotted path (docs/extending.md)."""
 
     kind: Literal["custom"] = "custom"
-    path: str
+    path: DottedPath
     """`module:Name` of a class that keeps the Engine protocol."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class, besides `model_path`."""
     max_running: PositiveInt = 256
     """Sequences that it runs together."""

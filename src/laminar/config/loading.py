@@ -1,22 +1,21 @@
 """From a recipe file and `key.sub=value` overrides to a RunConfig, or one sentence per mistake."""
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from laminar.config.base import sections_of
+from laminar.config.mistakes import sentences
 from laminar.config.run_config import RunConfig
 from laminar.schema.errors import ConfigError
-
-_UNION_TAGS = frozenset({"torch", "scripted", "custom", "constrained-int", "literal['auto']"})
 
 
 def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe; raises `ConfigError` with one sentence per mistake, each naming its dotted path."""
-    values = _read_yaml(recipe)
+    values = _without_empty_sections(_read_yaml(recipe), RunConfig)
     for override in overrides:
         _apply_override(values, override)
     config = parse_config(values, source=str(recipe))
@@ -28,8 +27,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        sentences = [_sentence(dict(detail)) for detail in error.errors()]
-        raise ConfigError(f"{source}: " + "; ".join(sentences)) from None
+        raise ConfigError(f"{source}: " + "; ".join(sentences(error.errors()))) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -51,6 +49,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"recipe {path} must be a mapping of sections such as model, task and trainer")
     return values
+
+
+def _without_empty_sections(values: dict[str, Any], section: type[BaseModel]) -> dict[str, Any]:
+    """A section whose keys are all commented out is an empty one to the user and None to YAML."""
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        field = section.model_fields.get(key) if isinstance(key, str) else None
+        below = sections_of(field.annotation) if field else []
+        if below and value is None:
+            continue
+        kept[key] = _without_empty_sections(value, below[0]) if below and isinstance(value, dict) else value
+    return kept
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -79,41 +89,3 @@ def _with_absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
             "(relative to the recipe)"
         )
     return config
-
-
-def _sentence(detail: dict[str, Any]) -> str:
-    """One mistake in one sentence; union tags that pydantic puts into the location are left out."""
-    location = tuple(part for part in detail["loc"] if part not in _UNION_TAGS)
-    dotted = ".".join(str(part) for part in location)
-    match detail["type"]:
-        case "extra_forbidden":
-            return f"{dotted} is not a known key{_suggestion(location)}"
-        case "missing":
-            return f"{dotted} is missing"
-        case "value_error":
-            text = str(detail["ctx"]["error"])
-            return f"{dotted}: {text}" if dotted else text
-        case _:
-            return f"{dotted}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {detail['input']!r}"
-
-
-def _suggestion(location: tuple[Any, ...]) -> str:
-    names = _field_names(location[:-1])
-    close = difflib.get_close_matches(str(location[-1]), names, n=1)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; known here: {', '.join(names)}" if names else ""
-
-
-def _field_names(location: tuple[Any, ...]) -> list[str]:
-    section: type[BaseModel] = RunConfig
-    for part in location:
-        field = section.model_fields.get(str(part))
-        if field is None:
-            return []
-        candidates = [field.annotation, *get_args(field.annotation)]
-        sections = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not sections:
-            return []
-        section = sections[0]
-    return list(section.model_fields)

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from laminar.config.base import Section
+from laminar.config.base import DottedPath, Section
 from laminar.config.engines import EngineConfig, TorchEngineConfig
 from laminar.config.training import TrainerConfig
 
@@ -20,9 +20,9 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """What to ask and how good an answer is."""
 
-    path: str
+    path: DottedPath
     """`module:Name` of a class; the folder of the recipe and the working directory are on the module path."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     grade_timeout_s: PositiveFloat = 10.0
     """A reward that takes longer is unscorable."""
@@ -50,9 +50,10 @@ class DataConfig(Section):
     """Draw prompts in a random order, new in every epoch and reproducible from the seed; else in file order."""
     max_groups_ahead: PositiveInt | None = None
     """Groups that may be in flight or waiting for the trainer; claims wait beyond it. Default: 4 x groups_per_step."""
-    sampler: str = "fifo"
-    """Which complete groups train next: `fifo`, `freshest`, `bounded_staleness`, or `module:function` of your own."""
-    eviction: str = "none"
+    sampler: Literal["fifo", "freshest", "bounded_staleness", "priority"] | DottedPath = "fifo"
+    """Which complete groups train next: `fifo`, `freshest`, `bounded_staleness`, `priority` (largest spread of rewards
+    first), or `module:function` of your own."""
+    eviction: Literal["none", "oldest_version"] | DottedPath = "none"
     """Which waiting groups are dropped for newer ones: `none` (claims wait instead), `oldest_version`, or
     `module:function` of your own."""
     max_staleness: PositiveInt | None = None
@@ -188,6 +189,15 @@ class RunConfig(Section):
             raise ValueError(
                 f"data.max_groups_ahead is {self.max_groups_ahead} but one step needs "
                 f"trainer.groups_per_step = {self.trainer.groups_per_step} groups; the trainer would wait for ever"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_group_has_something_to_compare(self) -> "RunConfig":
+        if self.data.group_size < 2:
+            raise ValueError(
+                f"data.group_size is 1 but trainer.algorithm.advantage = {self.trainer.algorithm.advantage} compares "
+                "the trajectories of a group with each other; a group of one teaches nothing"
             )
         return self
 

@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from laminar.config.base import Section
+from laminar.config.base import DottedPath, Section
 
 
 class OptimizerConfig(Section):
-    """AdamW."""
+    """The optimizer: AdamW."""
 
     lr: PositiveFloat = 1e-6
     """Learning rate after warm-up."""
@@ -33,7 +33,7 @@ class AlgorithmConfig(Section):
     """How rewards of a group become advantages."""
     loss: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Average over all answer tokens of a mini-batch, or per answer first."""
-    objective: str = "clip"
+    objective: Literal["clip"] | DottedPath = "clip"
     """Loss per token: `clip` (PPO's clipped surrogate), or `module:function` of your own (docs/extending.md)."""
     clip_low: PositiveFloat = 0.2
     """The ratio is clipped below 1 - clip_low."""

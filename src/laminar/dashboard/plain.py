@@ -5,7 +5,7 @@ Invariant: the number of lines grows with steps, evaluations and failures, never
 
 from laminar.dashboard.state import RunView
 from laminar.dashboard.text import count, elapsed, fixed, plural
-from laminar.telemetry.vocabulary import Checkpoint, Evaluation, Fact, Repack, RunFinished, RunStarted, Step
+from laminar.telemetry.vocabulary import FINISHED, Checkpoint, Evaluation, Fact, Repack, RunFinished, RunStarted, Step
 
 REPACK_LINE_EVERY_S = 10.0
 """Repacks may come every second; one line sums up those of so long."""
@@ -38,7 +38,8 @@ class PlainLines:
             case Repack() if fact.t >= self._repacks_told_at + REPACK_LINE_EVERY_S:
                 texts += self._repacks(view, fact.t)
             case RunFinished():
-                texts += [*self._repacks(view, fact.t), f"run finished: {fact.reason}"]
+                texts = [*self._repacks(view, fact.t), *texts]
+                texts += ["run finished"] if fact.reason == FINISHED else []
         return [_stamped(view, fact.t, text) for text in texts]
 
     def waiting(self, view: RunView, now: float) -> list[str]:
@@ -84,4 +85,4 @@ def evaluation_text(view: RunView, evaluation: Evaluation) -> str:
 
 
 def _stamped(view: RunView, t: float, text: str) -> str:
-    return f"[{elapsed(t - (view.started or t))}] {text}"
+    return f"[{elapsed(view.age_s(t))}] {text}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from laminar.telemetry.vocabulary import (
+    FINISHED,
     BatchDone,
     Checkpoint,
     CommandFailed,
@@ -18,6 +19,7 @@ from laminar.telemetry.vocabulary import (
     EventsDropped,
     Fact,
     Load,
+    PeerRefused,
     Published,
     Pulled,
     Repack,
@@ -32,6 +34,7 @@ from laminar.telemetry.vocabulary import (
     ServiceStarted,
     Step,
     Trajectory,
+    undone_by,
 )
 from laminar.telemetry.waits import Wait, fold_wait
 
@@ -87,7 +90,7 @@ class RunView:
     name: str = ""
     num_steps: int = 0
     num_replicas: int = 0
-    started: float = 0.0
+    started: float | None = None
     now: float = 0.0
     exit_reason: str | None = None
     step: int = 0
@@ -115,6 +118,10 @@ class RunView:
     recent_tokens: deque[tuple[float, int]] = field(default_factory=deque)
     recent_steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=20))
 
+    def age_s(self, t: float) -> float:
+        """Seconds from the start of the run, or from its resumption, to `t`."""
+        return 0.0 if self.started is None else t - self.started
+
     @property
     def num_dropped(self) -> int:
         """Trajectories that will not be trained."""
@@ -123,7 +130,7 @@ class RunView:
     @property
     def tokens_per_s(self) -> float:
         """Answer tokens of trajectories that finished in the last WINDOW_S, per second."""
-        span_s = min(WINDOW_S, self.now - self.started)
+        span_s = min(WINDOW_S, self.age_s(self.now))
         return sum(tokens for _, tokens in self.recent_tokens) / span_s if span_s > 0 else 0.0
 
     @property
@@ -161,25 +168,24 @@ def fold(view: RunView, facts: Iterable[Fact]) -> RunView:
 # ---- one function per kind of event
 
 
-def _run_started(view: RunView, fact: RunStarted) -> None:
-    view.run_id, view.name = fact.run_id, fact.name
-    view.num_replicas, view.num_steps = fact.num_replicas, fact.num_steps
-    view.started, view.exit_reason = fact.t, None
+def _run_started(view: RunView, fact: RunStarted | Resumed) -> None:
+    step = max(0, undone_by(fact) or 0)
+    view.run_id, view.name = fact.run_id or view.run_id, fact.name or view.name
+    view.num_replicas, view.num_steps = fact.num_replicas or view.num_replicas, fact.num_steps or view.num_steps
+    view.started, view.exit_reason, view.step, view.version = fact.t, None, step, step
+    view.accuracies = [evaluation for evaluation in view.accuracies if evaluation.version <= (undone_by(fact) or 0)]
     view.replicas.clear()
     view.recent_tokens.clear()
     view.recent_steps.clear()
+    view.notices.clear()
+    if isinstance(fact, Resumed):
+        _notice(view, fact.t, f"resumed after step {fact.step}", is_failure=False)
 
 
 def _run_finished(view: RunView, fact: RunFinished) -> None:
     view.exit_reason = fact.reason
-    if fact.reason != "done":
-        _notice(view, fact.t, f"the run ended: {fact.reason}")
-
-
-def _resumed(view: RunView, fact: Resumed) -> None:
-    view.step = view.version = fact.step
-    view.accuracies = [evaluation for evaluation in view.accuracies if evaluation.version <= fact.step]
-    _notice(view, fact.t, f"resumed after step {fact.step}", is_failure=False)
+    if fact.reason != FINISHED:
+        _notice(view, fact.t, f"the run ended early: {fact.reason}")
 
 
 def _published(view: RunView, fact: Published) -> None:
@@ -264,6 +270,10 @@ def _command_failed(view: RunView, fact: CommandFailed) -> None:
     _notice(view, fact.t, f"an order of the manager failed{_because(fact.reason)}")
 
 
+def _peer_refused(view: RunView, fact: PeerRefused) -> None:
+    _notice(view, fact.t, f"the relay refused peer {fact.peer}{_because(fact.reason)}")
+
+
 def _step(view: RunView, fact: Step) -> None:
     view.step, view.last_step = fact.step, fact
     view.recent_steps.append((fact.t, fact.step))
@@ -325,7 +335,7 @@ def _because(reason: str) -> str:
 _HANDLERS: dict[type[Fact], Any] = {
     RunStarted: _run_started,
     RunFinished: _run_finished,
-    Resumed: _resumed,
+    Resumed: _run_started,
     Published: _published,
     Pulled: _pulled,
     Load: _load,
@@ -340,6 +350,7 @@ _HANDLERS: dict[type[Fact], Any] = {
     ServiceLost: _service_lost,
     ServiceStarted: _service_started,
     CommandFailed: _command_failed,
+    PeerRefused: _peer_refused,
     Step: _step,
     Checkpoint: _checkpoint,
     Evaluation: _evaluation,

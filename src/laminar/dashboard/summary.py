@@ -15,7 +15,7 @@ from laminar.dashboard.timeline import Timeline, build_timeline
 from laminar.telemetry.files import EVENTS, SUMMARY
 from laminar.telemetry.metrics import metrics_rows
 from laminar.telemetry.reading import read_events
-from laminar.telemetry.vocabulary import Evaluation, Fact, Resumed, RunStarted, Trajectory, to_facts
+from laminar.telemetry.vocabulary import Evaluation, Fact, Trajectory, to_facts, undone_by
 
 ACCURACY_MARKS = (0.5, 0.6, 0.7, 0.8, 0.9)
 """Held-out accuracies whose time is reported."""
@@ -74,13 +74,13 @@ def summary_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def accuracy_curve(facts: Iterable[Fact]) -> list[Evaluation]:
-    """Evaluations in order of versions, the last one of each; a resume takes back those of undone versions."""
+    """Evaluations in order of versions, the last one of each; a new start takes back those of undone versions."""
     by_version: dict[int, Evaluation] = {}
     for fact in facts:
         if isinstance(fact, Evaluation):
             by_version[fact.version] = fact
-        elif isinstance(fact, Resumed):
-            by_version = {version: one for version, one in by_version.items() if version <= fact.step}
+        elif (step := undone_by(fact)) is not None:
+            by_version = {version: one for version, one in by_version.items() if version <= step}
     return [by_version[version] for version in sorted(by_version)]
 
 
@@ -103,7 +103,7 @@ def _sessions(facts: Sequence[Fact]) -> list[tuple[float, float]]:
     """From each start of the run to its last event before the next start."""
     sessions: list[tuple[float, float]] = []
     for fact in facts:
-        if isinstance(fact, RunStarted) or not sessions:
+        if undone_by(fact) is not None or not sessions:
             sessions.append((fact.t, fact.t))
         sessions[-1] = (sessions[-1][0], fact.t)
     return sessions

@@ -1,6 +1,7 @@
 """Numbers as people read them; used by the live view, the plain lines and `status` alike."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -25,6 +26,11 @@ def count(number: float) -> str:
 def fixed(number: float | None, digits: int = 2) -> str:
     """A number with so many decimals; a dash for what could not be measured."""
     return "–" if number is None else f"{number:.{digits}f}"
+
+
+def percent(share: float) -> str:
+    """`37%`; a share too small to round to 1 % is not shown as nothing."""
+    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
 
 
 def plural(number: int, word: str) -> str:
@@ -56,4 +62,4 @@ def _averaged(values: Sequence[float], width: int) -> list[float]:
     if len(values) <= width:
         return list(values)
     edges = [round(i * len(values) / width) for i in range(width + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]

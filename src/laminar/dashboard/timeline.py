@@ -20,8 +20,8 @@ from laminar.telemetry.vocabulary import (
     ReplicaRetired,
     ReplicaStarted,
     RunFinished,
-    RunStarted,
     Step,
+    undone_by,
 )
 
 Outcome = Literal["done", "moved", "lost", "open"]
@@ -105,16 +105,27 @@ class _Builder:
         self._line = Timeline(
             begin=0.0, end=0.0, replicas=[], batches=[], pulls=[], publishes=[], moves=[], marks=[], trainer=[]
         )
+        self._has_begun = False
         self._seen: set[str] = set()
         self._open: dict[str, BatchSlice] = {}
         self._departed: dict[str, float] = {}
         self._dead_leases: set[str] = set()
 
     def add(self, fact: Fact) -> None:
-        line = self._line
-        line.begin = line.begin or fact.t
-        last = line.end
-        line.end = max(line.end, fact.t)
+        if undone_by(fact) is not None:
+            self._close_all(self._line.end, "open")  # a crash left these; nothing is known of them after its last event
+        if not self._has_begun:
+            self._has_begun, self._line.begin = True, fact.t
+        self._line.end = max(self._line.end, fact.t)
+        self._add_batches(fact)
+        self._add_lives(fact)
+        match fact:
+            case Published():
+                self._line.publishes.append(fact)
+            case Step():
+                self._line.trainer.extend(_parts_of(fact, not_before=self._trainer_end()))
+
+    def _add_batches(self, fact: Fact) -> None:
         match fact:
             case Claimed():
                 self._begin(fact.t, fact.lease_id, fact.version, fact.num_trajectories, fact.purpose)
@@ -125,13 +136,14 @@ class _Builder:
                 self._close(fact.lease_id, fact.t, "moved")
             case Adopted():
                 self._adopt(fact)
+            case RunFinished():
+                self._close_all(fact.t, "open")
+
+    def _add_lives(self, fact: Fact) -> None:
+        match fact:
             case Pulled():
-                self._see(fact.replica_id)
-                line.pulls.append(fact)
-            case Published():
-                line.publishes.append(fact)
-            case Step():
-                line.trainer.extend(_parts_of(fact))
+                self._seen.add(fact.replica_id)
+                self._line.pulls.append(fact)
             case ReplicaStarted():
                 self._mark(fact.t, fact.replica_id, "started", fact.reason)
             case ReplicaLost():
@@ -139,22 +151,15 @@ class _Builder:
                 self._mark(fact.t, fact.replica_id, "lost", fact.reason)
             case ReplicaRetired():
                 self._mark(fact.t, fact.replica_id, "retired", fact.reason)
-            case RunStarted():
-                self._close_all(last, "open")  # a crash left these; nothing is known of them after its last event
-            case RunFinished():
-                self._close_all(fact.t, "open")
 
     def finish(self) -> Timeline:
         self._close_all(self._line.end, "open")
         self._line.replicas = sorted(self._seen, key=_by_number)
         return self._line
 
-    def _see(self, replica_id: str) -> None:
-        self._seen.add(replica_id)
-
     def _begin(self, t: float, lease_id: str, version: int, num_trajectories: int, purpose: str) -> None:
         replica_id, incarnation = replica_of(lease_id)
-        self._see(replica_id)
+        self._seen.add(replica_id)
         self._close_all(t, "open", replica_id)  # one batch at a time, even if the event of an end was lost
         batch = BatchSlice(
             replica_id=replica_id,
@@ -203,16 +208,19 @@ class _Builder:
                     self._dead_leases.add(lease_id)
                     self._departed[lease_id] = t
 
+    def _trainer_end(self) -> float:
+        return self._line.trainer[-1].end if self._line.trainer else self._line.begin
+
     def _mark(self, t: float, replica_id: str, what: Literal["started", "lost", "retired"], reason: str) -> None:
-        self._see(replica_id)
+        self._seen.add(replica_id)
         self._line.marks.append(LifeMark(t=t, replica_id=replica_id, what=what, reason=reason))
 
 
-def _parts_of(step: Step) -> list[TrainerSlice]:
+def _parts_of(step: Step, not_before: float) -> list[TrainerSlice]:
     """A step event ends its iteration, so that its parts lie before it, one after the other."""
-    publish = step.t - step.publish_s
-    train = publish - step.train_s
-    wait = train - step.wait_s
+    publish = max(not_before, step.t - step.publish_s)
+    train = max(not_before, publish - step.train_s)
+    wait = max(not_before, train - step.wait_s)
     return [
         TrainerSlice(phase="wait", step=step.step, start=wait, end=train),
         TrainerSlice(phase="train", step=step.step, start=train, end=publish),

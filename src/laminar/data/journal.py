@@ -66,6 +66,10 @@ class Rows(Protocol):
         """Trajectories in state `trained`, by the step that took them."""
         ...
 
+    def trained_groups_by_step(self) -> Counter[int]:
+        """Settled groups that a step took, by that step."""
+        ...
+
 
 class Journal(Protocol):
     """Writing. Every call raises `RunFailed` once something could not be written."""
@@ -84,6 +88,10 @@ class Journal(Protocol):
 
     async def failed(self) -> NoReturn:
         """Wait until something could not be written, and raise it."""
+        ...
+
+    def close(self) -> None:
+        """Write what is queued and let go of everything; may be called again."""
         ...
 
     def rows(self) -> AbstractContextManager[Rows]:
@@ -121,6 +129,9 @@ class MemoryJournal:
         """Memory does not fail. Waits for ever by design: it is what an endless loop waits for."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nothing sets this future")
+
+    def close(self) -> None:
+        self._settle()
 
     def rows(self) -> AbstractContextManager[Rows]:
         self._settle()
@@ -195,6 +206,9 @@ class MemoryRows:
         for number, row in self._trajectories.items():
             if row.state == "trained" and row.step is not None and row.step > lost.after_step:
                 self._trajectories[number] = replace(row, state="dropped", reason=lost.reason)
+        for number, group in self._groups.items():
+            if group.settled and group.step is not None and group.step > lost.after_step:
+                self._groups[number] = replace(group, step=None, part=None, place=None)
 
     def position(self) -> PositionRow:
         return self._position
@@ -232,3 +246,6 @@ class MemoryRows:
         return Counter(
             row.step for row in self._trajectories.values() if row.state == "trained" and row.step is not None
         )
+
+    def trained_groups_by_step(self) -> Counter[int]:
+        return Counter(row.step for row in self._groups.values() if row.settled and row.step is not None)

@@ -23,22 +23,25 @@ class PartialPool:
         self._ledger = ledger
         # Every lease there ever was, so that a repeated claim is known: some 100 bytes for a batch of hundreds.
         self._rows: dict[str, LeaseRow] = {}
+        self._by_num: dict[int, LeaseRow] = {}
         self._held: dict[int, dict[int, Trajectory]] = {}
 
     def restore(self, rows: Rows) -> None:
         """Take up the leases of an earlier process."""
-        self._rows = {row.lease_id: row for row in rows.leases()}
+        for row in rows.leases():
+            if row.num > self._ledger.position.num_dead_leases:
+                self._add(row)
         for group in self._ledger.groups.values():
             for trajectory in group.in_state("running"):
-                row = trajectory.row
-                assert row.lease is not None, "a running trajectory is in a lease"
-                self._held.setdefault(row.lease, {})[row.num] = trajectory
-                stints = list(rows.stints(range(row.num, row.num + 1)))
-                trajectory.stint = stints[-1]
+                num = trajectory.row.num
+                self._held.setdefault(self.lease_of(trajectory).num, {})[num] = trajectory
+                *_, trajectory.stint = rows.stints(range(num, num + 1))
 
-    def is_known(self, lease_id: str) -> bool:
-        """Whether this lease was ever opened."""
-        return lease_id in self._rows
+    def forget_leases(self) -> None:
+        """All replicas are gone; new ones may use the same names."""
+        self._ledger.advance(num_dead_leases=self._ledger.position.num_leases)
+        self._rows.clear()
+        self._by_num.clear()
 
     def purpose(self, lease_id: str) -> Purpose | None:
         """What a lease is for; None if it was never opened."""
@@ -54,6 +57,20 @@ class PartialPool:
         """Unfinished trajectories of a lease that it took over from another one."""
         source = self._rows.get(from_lease)
         return [t for t in self.held(lease_id) if source is not None and t.row.adopted_from == source.num]
+
+    def movable(self, from_lease: str, to_lease: str, version: int) -> list[Trajectory]:
+        """What may go from one lease to another under `version`: what has tokens of that version, or none.
+
+        An evaluation stays at its version even without tokens, and does not mix with training.
+        """
+        source, target = self._rows.get(from_lease), self._rows.get(to_lease)
+        if source is None or from_lease == to_lease:
+            return []
+        if target is not None and (target.version, target.purpose) != (version, source.purpose):
+            return []
+        if source.purpose == "evaluation" and source.version != version:
+            return []
+        return [t for t in self.held(from_lease) if t.response.version in (None, version)]
 
     def live(self) -> tuple[Lease, ...]:
         """Leases with unfinished trajectories."""
@@ -89,46 +106,56 @@ class PartialPool:
 
     def append(self, trajectory: Trajectory, update: Append) -> None:
         """Take in what is new of it; raises `Refused` if it cannot be true."""
-        new = trajectory.response.extend(update.offset, update.pieces, self._version_of(trajectory))
+        new = trajectory.response.extend(update.offset, update.pieces, self.lease_of(trajectory).version)
         num = trajectory.row.num
         self._ledger.record(*[PieceRow(trajectory=num, piece=piece) for piece in new])
 
-    def finish(self, trajectory: Trajectory, state: State, end: str, **changes: Any) -> None:
-        """The trajectory leaves its lease for good."""
-        version = self._version_of(trajectory)
-        self._end(trajectory, end)
+    def finish(self, trajectory: Trajectory, state: State, **changes: Any) -> None:
+        """The trajectory is graded and leaves its lease for good."""
+        version = self.lease_of(trajectory).version
+        self._end(trajectory, "finished")
         self._ledger.move(trajectory, state, version=version, **changes)
 
-    def give_back(self, trajectory: Trajectory, reason: str, *, keep_tokens: bool, num_failures: int = 0) -> None:
+    def drop(self, trajectory: Trajectory, reason: str) -> None:
+        """A trajectory that waits or runs is given up."""
+        if trajectory.row.state == "running":
+            self._end(trajectory, "dropped")
+        self._ledger.drop(trajectory, reason)
+
+    def give_back(self, trajectory: Trajectory, end: str, *, keep_tokens: bool, **changes: Any) -> None:
         """The trajectory waits for the next claim, from its first token on unless its tokens are kept."""
-        self._end(trajectory, f"returned: {reason}")
+        self._end(trajectory, end)
         if not keep_tokens:
             self._ledger.forget_tokens(trajectory)
-        row = trajectory.row
-        self._ledger.move(
-            trajectory,
-            "waiting",
-            attempt=row.attempt + 1,
-            adopted_from=None,
-            version=trajectory.response.version,
-            num_failures=row.num_failures + num_failures,
-        )
+        attempt, version = trajectory.row.attempt + 1, trajectory.response.version
+        self._ledger.move(trajectory, "waiting", attempt=attempt, adopted_from=None, version=version, **changes)
+
+    def lease_of(self, trajectory: Trajectory) -> LeaseRow:
+        """The lease of a running trajectory."""
+        assert trajectory.row.lease is not None, "a running trajectory is in a lease"
+        return self._by_num[trajectory.row.lease]
+
+    def _add(self, row: LeaseRow) -> None:
+        self._rows[row.lease_id] = self._by_num[row.num] = row
 
     def _open(self, lease_id: str, version: int, purpose: Purpose) -> LeaseRow:
         row = self._rows.get(lease_id)
         if row is None:
             num = self._ledger.position.num_leases + 1
-            row = LeaseRow(
-                num=num, lease_id=lease_id, version=version, purpose=purpose, opened_s=self._ledger.now_s()
-            )
-            self._rows[lease_id] = row
+            row = LeaseRow(num=num, lease_id=lease_id, version=version, purpose=purpose, opened_s=self._ledger.now_s())
+            self._add(row)
             self._ledger.advance(num_leases=num)
             self._ledger.record(row)
         return row
 
     def _begin(self, trajectory: Trajectory, lease: LeaseRow, *, attempt: int, adopted_from: int | None) -> None:
+        if trajectory.response.version != lease.version:
+            self._ledger.forget_tokens(trajectory)
         self._held.setdefault(lease.num, {})[trajectory.row.num] = trajectory
-        self._ledger.move(trajectory, "running", lease=lease.num, attempt=attempt, adopted_from=adopted_from)
+        version = trajectory.response.version
+        self._ledger.move(
+            trajectory, "running", lease=lease.num, attempt=attempt, adopted_from=adopted_from, version=version
+        )
         trajectory.stint = StintRow(
             trajectory=trajectory.row.num,
             attempt=attempt,
@@ -139,11 +166,11 @@ class PartialPool:
         self._ledger.record(trajectory.stint)
 
     def _end(self, trajectory: Trajectory, end: str) -> None:
-        lease, stint = trajectory.row.lease, trajectory.stint
-        assert lease is not None and stint is not None, "a running trajectory is in a lease"
-        held = self._held[lease]
+        lease, stint = self.lease_of(trajectory), trajectory.stint
+        assert stint is not None, "a running trajectory has begun to run"
+        held = self._held[lease.num]
         del held[trajectory.row.num]
         if not held:
-            del self._held[lease]
+            del self._held[lease.num]
         self._ledger.record(replace(stint, ended_s=self._ledger.now_s(), end=end))
         trajectory.stint = None

@@ -47,3 +47,5 @@ class DataRules(Struct, frozen=True, kw_only=True):
     sampler: str = "fifo"
     eviction: str = "none"
     max_staleness: int | None = None
+    total_groups: int | None = None
+    """Groups that all steps of the run train together; no more are drawn. None: no end."""

@@ -33,7 +33,7 @@ class Response:
             self.version = piece.version
 
     def extend(self, offset: int, pieces: Pieces, version: int) -> Pieces:
-        """Take in pieces that begin `offset` tokens into the answer, drawn under `version`; returns what is new of them.
+        """Take in pieces, drawn under `version`, that begin `offset` tokens into the answer; returns what is new.
 
         What is known already is skipped if it is the same. Raises `Refused`, and then nothing has changed.
         """
@@ -83,9 +83,7 @@ def cut(pieces: Pieces, num: int) -> Pieces:
 def _merged(pieces: list[Piece]) -> list[Piece]:
     """Like `schema.join_pieces`, but linear in the number of pieces."""
     runs = [list(run) for _, run in groupby(pieces, key=lambda piece: (piece.generated, piece.version))]
-    return [
-        _piece_like(run[0], b"".join(p.token_ids for p in run), b"".join(p.logprobs for p in run)) for run in runs
-    ]
+    return [_piece_like(run[0], b"".join(p.token_ids for p in run), b"".join(p.logprobs for p in run)) for run in runs]
 
 
 def _piece_like(piece: Piece, token_ids: bytes, logprobs: bytes) -> Piece:

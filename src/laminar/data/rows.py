@@ -27,12 +27,14 @@ class PositionRow(Struct, frozen=True, kw_only=True):
     """The one row of its table: how far the shard has come.
 
     `cursor` counts the training groups drawn, `num_completed` the groups that became complete.
+    Lease numbers up to `num_dead_leases` belong to replicas of before a resume, which used the same names.
     """
 
     cursor: int = 0
     num_groups: int = 0
     num_trajectories: int = 0
     num_leases: int = 0
+    num_dead_leases: int = 0
     num_completed: int = 0
     learner_version: int = 0
     committed_step: int = 0
@@ -42,6 +44,7 @@ class PositionRow(Struct, frozen=True, kw_only=True):
 class GroupRow(Struct, frozen=True, kw_only=True):
     """The trajectories of one prompt: numbers `first_trajectory` and the `num_members - 1` that follow.
 
+    `position` is the draw's place in the order of prompts, and what seeds are made of; evaluations count down from -1.
     `completed` is the place in the order in which groups became complete. `step`, `part` and `place` say which
     mini-batch took the group, and where in it it stands. `settled`: no member can change its state any more.
     """
@@ -51,6 +54,7 @@ class GroupRow(Struct, frozen=True, kw_only=True):
     purpose: Purpose
     prompt_id: str
     prompt_index: int
+    position: int
     first_trajectory: int
     num_members: int
     issued_s: float
@@ -85,7 +89,8 @@ class TrajectoryRow(Struct, frozen=True, kw_only=True):
     lease: int | None = None
     adopted_from: int | None = None
     version: int | None = None
-    num_failures: int = 0
+    infrastructure_failures: int = 0
+    data_failures: int = 0
     reason: str | None = None
     reward: float | None = None
     metrics: dict[str, float] = {}
@@ -110,13 +115,18 @@ class LeaseRow(Struct, frozen=True, kw_only=True):
 
 
 class StintRow(Struct, frozen=True, kw_only=True):
-    """One attempt of a trajectory in somebody's hands; it began with `num_tokens` of the answer already there."""
+    """One attempt of a trajectory in somebody's hands; it began with `num_tokens` of the answer already there.
+
+    `end` says how it ended, None as long as it lasts.
+    """
 
     trajectory: int
     attempt: int
     lease: int
     num_tokens: int
     began_s: float
+    ended_s: float | None = None
+    end: str | None = None
 
 
 class EvaluationRow(Struct, frozen=True, kw_only=True):
@@ -156,14 +166,4 @@ class LoseSteps(Struct, frozen=True, kw_only=True):
     reason: str
 
 
-Row = (
-    PositionRow
-    | GroupRow
-    | TrajectoryRow
-    | LeaseRow
-    | StintRow
-    | EvaluationRow
-    | PieceRow
-    | ForgetTokens
-    | LoseSteps
-)
+Row = PositionRow | GroupRow | TrajectoryRow | LeaseRow | StintRow | EvaluationRow | PieceRow | ForgetTokens | LoseSteps

@@ -1,9 +1,9 @@
 """The journal in one SQLite file in WAL mode, and reading it from outside while the run lives or after it died.
 
 Invariants: one process writes, and holds `<file>.lock` meanwhile; one thread of it owns the connection. Operations are
-written in their order, many in one transaction (group commit): `flush_s` after the first of them, or as soon as somebody
-awaits `durable`. Only then is the file synced: a killed process loses at most `flush_s` of operations, a power failure
-at most what nobody waited for, and in both cases the newest ones.
+written in their order, many in one transaction (group commit): `flush_s` after the first, or as soon as somebody awaits
+`durable`. Only then is the file synced: a killed process loses at most the operations of `flush_s`, a power failure at
+most what nobody waited for, and in both cases the newest ones.
 
 The tables are documented in `laminar.data.sqlite_tables`.
 """

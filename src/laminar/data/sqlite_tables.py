@@ -50,19 +50,21 @@ PAGE_BYTES = 8192
 SCHEMA = """
 CREATE TABLE position (
     cursor INTEGER NOT NULL, num_groups INTEGER NOT NULL, num_trajectories INTEGER NOT NULL,
-    num_leases INTEGER NOT NULL, num_completed INTEGER NOT NULL, learner_version INTEGER NOT NULL,
-    committed_step INTEGER NOT NULL, now_s REAL NOT NULL
+    num_leases INTEGER NOT NULL, num_dead_leases INTEGER NOT NULL, num_completed INTEGER NOT NULL,
+    learner_version INTEGER NOT NULL, committed_step INTEGER NOT NULL, now_s REAL NOT NULL
 );
 CREATE TABLE groups (
     num INTEGER PRIMARY KEY, group_id TEXT NOT NULL, purpose TEXT NOT NULL, prompt_id TEXT NOT NULL,
-    prompt_index INTEGER NOT NULL, first_trajectory INTEGER NOT NULL, num_members INTEGER NOT NULL,
-    issued_s REAL NOT NULL, asked_version INTEGER, completed INTEGER, completed_s REAL, step INTEGER, part INTEGER,
-    place INTEGER, taken_s REAL, settled INTEGER NOT NULL
+    prompt_index INTEGER NOT NULL, position INTEGER NOT NULL, first_trajectory INTEGER NOT NULL,
+    num_members INTEGER NOT NULL, issued_s REAL NOT NULL, asked_version INTEGER, completed INTEGER,
+    completed_s REAL, step INTEGER, part INTEGER, place INTEGER, taken_s REAL, settled INTEGER NOT NULL
 );
 CREATE TABLE trajectories (
     num INTEGER PRIMARY KEY, trajectory_id TEXT NOT NULL, "group" INTEGER NOT NULL, member INTEGER NOT NULL,
     state TEXT NOT NULL, issued_s REAL NOT NULL, attempt INTEGER NOT NULL, lease INTEGER, adopted_from INTEGER,
-    version INTEGER, num_failures INTEGER NOT NULL, reason TEXT, reward REAL, metrics TEXT NOT NULL, stop_reason TEXT,
+    version INTEGER,
+    infrastructure_failures INTEGER NOT NULL, data_failures INTEGER NOT NULL, reason TEXT, reward REAL,
+    metrics TEXT NOT NULL, stop_reason TEXT,
     num_tokens INTEGER NOT NULL, num_generated INTEGER NOT NULL, learner_version INTEGER, staleness INTEGER,
     step INTEGER, finished_s REAL, settled_s REAL
 );
@@ -72,7 +74,7 @@ CREATE TABLE leases (
 );
 CREATE TABLE stints (
     trajectory INTEGER NOT NULL, attempt INTEGER NOT NULL, lease INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
-    began_s REAL NOT NULL, PRIMARY KEY (trajectory, attempt)
+    began_s REAL NOT NULL, ended_s REAL, "end" TEXT, PRIMARY KEY (trajectory, attempt)
 ) WITHOUT ROWID;
 CREATE TABLE evaluations (
     asked_version INTEGER NOT NULL, round INTEGER NOT NULL, version INTEGER, done INTEGER NOT NULL,
@@ -106,7 +108,7 @@ def columns(row_type: type[Struct]) -> str:
 def replacement(row_type: type[Struct]) -> str:
     """The statement that writes one row."""
     marks = ", ".join("?" * len(row_type.__struct_fields__))
-    return f"INSERT OR REPLACE INTO {TABLES[row_type]} ({columns(row_type)}) VALUES ({marks})"  # noqa: S608
+    return f"INSERT OR REPLACE INTO {TABLES[row_type]} ({columns(row_type)}) VALUES ({marks})"
 
 
 REPLACE = {row_type: replacement(row_type) for row_type in TABLES}
@@ -114,7 +116,8 @@ POSITION_MARKS = ", ".join("?" * len(PositionRow.__struct_fields__))
 REPLACE_POSITION = f"INSERT OR REPLACE INTO position (rowid, {columns(PositionRow)}) VALUES (1, {POSITION_MARKS})"
 INSERT_PIECE = "INSERT INTO pieces VALUES (?, ?, ?, ?, ?, ?)"
 DELETE_PIECE = "DELETE FROM pieces WHERE num = ?"
-LOSE_STEPS = "UPDATE trajectories SET state = 'dropped', reason = ? WHERE state = 'trained' AND step > ?"
+LOSE_TRAJECTORIES = "UPDATE trajectories SET state = 'dropped', reason = ? WHERE state = 'trained' AND step > ?"
+LOSE_GROUPS = "UPDATE groups SET step = NULL, part = NULL, place = NULL WHERE settled AND step > ?"
 
 
 def check(connection: sqlite3.Connection, path: Path) -> bool:
@@ -171,7 +174,8 @@ class TableWriter:
                         position = row
                     case LoseSteps():
                         self._write_latest(latest)
-                        self._connection.execute(LOSE_STEPS, (row.reason, row.after_step))
+                        self._connection.execute(LOSE_TRAJECTORIES, (row.reason, row.after_step))
+                        self._connection.execute(LOSE_GROUPS, (row.after_step,))
                     case _:
                         latest[type(row)][_key(row)] = row
         self._write_latest(latest)
@@ -259,6 +263,9 @@ class TableRows:
 
     def trained_by_step(self) -> Counter[int]:
         return self._count("SELECT step, count(*) FROM trajectories WHERE state = 'trained' GROUP BY step")
+
+    def trained_groups_by_step(self) -> Counter[int]:
+        return self._count("SELECT step, count(*) FROM groups WHERE settled AND step IS NOT NULL GROUP BY step")
 
     def _count(self, query: str) -> Counter[Any]:
         return Counter() if self._is_empty else Counter(dict(self._connection.execute(query).fetchall()))

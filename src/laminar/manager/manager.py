@@ -49,7 +49,6 @@ class Manager:
         self._relay = relay
         self._events = events
         self._num_replicas = num_replicas
-        self._fleet = decide.Fleet()
         self._orders = OrderQueue()
         self._answers: dict[str, Adoption] = {}
         self._repacker = Repacker(rules.repack, replicas, events) if rules.repack else None
@@ -57,6 +56,7 @@ class Manager:
 
     async def run(self) -> None:
         """Watch until cancelled."""
+        self._fleet = decide.new_fleet(asyncio.get_running_loop().time())
         async with asyncio.TaskGroup() as self._group:
             self._apply(decide.Scaled(num_replicas=self._num_replicas))
             self._group.create_task(self._tick_for_ever())
@@ -121,7 +121,7 @@ class Manager:
             except TimeoutError:
                 pass
             self._look_now.clear()
-            for released in await repacker.repack(self._fleet):
+            for released in await repacker.repack(decide.movable_loads(self._fleet)):
                 self._apply(released)
 
     def _apply(self, event: decide.Event) -> None:
@@ -150,7 +150,7 @@ class Manager:
 
     def _hand_over(self, command: decide.Adopt) -> None:
         """An idle replica learns of its adoption in the answer to its heartbeat, a busy one by a call."""
-        load = decide.load_of(self._fleet, command.replica_id)
+        load = self._fleet.replicas[command.replica_id].load
         if load is not None and load.phase == "idle":
             self._answers[command.replica_id] = Adoption(lease_id=command.lease_id, version=command.version)
         else:
@@ -158,10 +158,12 @@ class Manager:
 
     async def _adopt(self, command: decide.Adopt) -> None:
         port = self._replicas.port(command.replica_id, command.incarnation)
-        if await port.adopt(command.lease_id, command.version):
-            self._apply(decide.Adopted(replica_id=command.replica_id, lease_id=command.lease_id))
-        else:
-            self._apply(decide.AdoptFailed(replica_id=command.replica_id, lease_id=command.lease_id))
+        try:
+            adopted = await port.adopt(command.lease_id, command.version)
+        except PortError:
+            adopted = False
+        answer = decide.Adopted if adopted else decide.AdoptFailed
+        self._apply(answer(replica_id=command.replica_id, lease_id=command.lease_id))
 
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         self._group.create_task(self._carry_out(call))

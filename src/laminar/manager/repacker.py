@@ -1,82 +1,64 @@
-"""Carry out repack plans: sources let go, destinations take over.
+"""Follow every replica's KV use, plan repacks, have their sources let go.
 
-Invariant: a lease that its source let go is reported to the state machine unless its destination took it over at once, so
-that it cannot be forgotten.
+What a source let go is an orphan with a preferred adopter: the state machine hands it over, and if the destination dies
+meanwhile, elsewhere.
 """
 
 import asyncio
+from collections.abc import Sequence
 
-from laminar.manager.ports import ReplicaPort, Replicas
+from laminar.manager.ports import Replicas
 from laminar.scheduling import fleet as decide
-from laminar.scheduling.repack import (
-    IdleState,
-    Move,
-    RepackRules,
-    plan_repack,
-    repack_candidates,
-    update_idleness,
-)
+from laminar.scheduling.repack import IdleState, Move, RepackRules, plan_repack, repack_candidates, update_idleness
 from laminar.schema.errors import PortError
 from laminar.schema.fleet import ReplicaLoad
 from laminar.telemetry.events import Events
 
 
 class Repacker:
-    """Follows every replica's KV use and moves the tails of several onto few."""
+    """Moves the tails of several replicas onto few."""
 
     def __init__(self, rules: RepackRules, replicas: Replicas, events: Events) -> None:
         self._rules = rules
         self._replicas = replicas
         self._events = events
         self._idleness: dict[str, IdleState] = {}
-        self._loads: dict[str, ReplicaLoad] = {}
 
     def observe(self, load: ReplicaLoad) -> None:
         """A heartbeat came in."""
-        state = self._idleness.get(load.replica_id)
-        self._idleness[load.replica_id] = update_idleness(state, load, self._rules)
-        self._loads[load.replica_id] = load
+        self._idleness[load.replica_id] = update_idleness(self._idleness.get(load.replica_id), load, self._rules)
 
-    def forget(self, replica_id: str) -> None:
-        """The replica is gone, or this life of it."""
-        self._idleness.pop(replica_id, None)
-        self._loads.pop(replica_id, None)
-
-    async def repack(self, healthy: frozenset[str]) -> tuple[decide.Released, ...]:
-        """Plan over the healthy replicas and carry it out; returns leases that were let go but not taken over."""
-        loads = [load for load in self._loads.values() if load.replica_id in healthy]
+    async def repack(self, loads: Sequence[ReplicaLoad]) -> tuple[decide.Released, ...]:
+        """Plan over these replicas and release the sources; returns what was let go."""
         plan = plan_repack(repack_candidates(loads, self._idleness), self._rules)
         if not plan.moves:
             return ()
-        self._events.emit("repack", num_released=len(plan.moves), moves=[self._described(move) for move in plan.moves])
-        left = await asyncio.gather(*(self._move(move) for move in plan.moves))
-        return tuple(released for released in left if released is not None)
+        by_id = {load.replica_id: load for load in loads}
+        self._events.emit(
+            "repack",
+            version=plan.moves[0].version,
+            num_released=len(plan.moves),
+            moves=[_described(move, by_id[move.source]) for move in plan.moves],
+        )
+        released = await asyncio.gather(*(self._release(move, by_id[move.source]) for move in plan.moves))
+        return tuple(filter(None, released))
 
-    async def _move(self, move: Move) -> decide.Released | None:
-        """Release the source, then have the destination adopt; None if nothing is left to care for."""
-        source, destination = self._loads[move.source], self._loads[move.destination]
+    async def _release(self, move: Move, source: ReplicaLoad) -> decide.Released | None:
+        """None if the source's batch ended meanwhile, or the source did: that is the state machine's business."""
         try:
-            if not await self._port(source).release(move.lease_id):
-                return None
+            let_go = await self._replicas.port(source.replica_id, source.incarnation).release(move.lease_id)
         except PortError:
-            return None  # a dead source is the state machine's business
-        self.forget(move.source)
-        try:
-            if await self._port(destination).adopt(move.lease_id, move.version):
-                return None
-        except PortError as error:
-            self._events.emit("command_failed", reason=str(error))
-        return decide.Released(lease_id=move.lease_id, version=move.version)
+            return None
+        if not let_go:
+            return None
+        return decide.Released(lease_id=move.lease_id, version=move.version, destination=move.destination)
 
-    def _port(self, load: ReplicaLoad) -> ReplicaPort:
-        return self._replicas.port(load.replica_id, load.incarnation)
 
-    def _described(self, move: Move) -> dict[str, object]:
-        return {
-            "source": move.source,
-            "target": move.destination,
-            "version": move.version,
-            "num_trajectories": move.num_trajectories,
-            "num_tokens": move.reprefill_tokens,
-            "kv_fraction": round(self._loads[move.source].kv_fraction, 4),
-        }
+def _described(move: Move, source: ReplicaLoad) -> dict[str, object]:
+    return {
+        "source": move.source,
+        "target": move.destination,
+        "num_trajectories": move.num_trajectories,
+        "num_tokens": move.reprefill_tokens,
+        "kv_fraction": round(source.kv_fraction, 4),
+    }

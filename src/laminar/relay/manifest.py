@@ -5,6 +5,7 @@ multiple of `ALIGN_BYTES`, and nothing but padding up to there is unused. Sizes 
 limited to 32 bits.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -131,7 +132,7 @@ def _validate_entry(entry: TensorEntry, total_bytes: int) -> None:
 
 def _validate_overlaps(entries: tuple[TensorEntry, ...]) -> None:
     ordered = sorted((entry for entry in entries if entry.num_bytes), key=lambda entry: entry.offset)
-    for first, second in zip(ordered, ordered[1:], strict=False):
+    for first, second in itertools.pairwise(ordered):
         tied = (first.offset, first.shape, first.dtype) == (second.offset, second.shape, second.dtype)
         if second.offset < first.end and not tied:
             raise ManifestError(f"{first.name} and {second.name} overlap")

@@ -26,7 +26,7 @@ PROTOCOL = 1
 """Peers of one run are installed together; a different number means a process of another installation."""
 
 Nonce = Annotated[bytes, Meta(min_length=32, max_length=32)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
@@ -125,6 +125,7 @@ class Memory(Struct, frozen=True, kw_only=True):
     slot_id: int
     num_bytes: int
     with_fd: bool
+    writable: bool
     live_slots: tuple[int, ...]
 
 

@@ -6,16 +6,17 @@ Invariants:
 - A slot whose writer vanished is never used again: that process, or a child of it, might still write. Its memory goes
   when the last map of it does.
 
-Which versions stay is decided in `scheduling.retention`. Nothing here waits, and nothing here is slow.
+Which versions go is decided in `scheduling.retention`, when their memory is needed: a version that nobody needs any
+more can still be leased until the next one comes in. Nothing here waits, and nothing here is slow.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from laminar.relay.manifest import Manifest
-from laminar.relay.messages import VersionStatus
+from laminar.relay.messages import RelayStatus, VersionStatus
 from laminar.relay.slots import SlotMemory
-from laminar.scheduling.retention import versions_to_evict
+from laminar.scheduling.retention import Slot, SlotState, UseSlot, slot_for_new_version, versions_to_evict
 from laminar.schema.errors import Fenced, RunFailed, WeightsUnavailable
 
 
@@ -142,14 +143,17 @@ class VersionStore:
         self._incoming[reservation.reservation_id] = reservation
         return reservation
 
-    def commit(self, holder: int, reservation_id: int, part: int, num_bytes: int) -> Reservation:
-        """A part is written; its writer writes no more."""
+    def commit(self, holder: int, reservation_id: int, part: int, num_bytes: int) -> Reservation | None:
+        """A part is written; its writer writes no more. Returns the reservation if this was the last part."""
         reservation = self._incoming.get(reservation_id)
         if reservation is None or reservation.writers.get(part) != holder:
             raise Fenced("this version was begun anew by another writer, or a writer of another part of it was lost")
+        if part in reservation.committed:
+            return None
         reservation.committed[part] = num_bytes
-        if reservation.is_written:
-            self._check_coverage(reservation)
+        if not reservation.is_written:
+            return None
+        self._check_coverage(reservation)
         return reservation
 
     def finish(self, reservation: Reservation, checksum: int, now_s: float) -> None:
@@ -175,10 +179,10 @@ class VersionStore:
         if reservation is not None:
             self._retire(reservation.slot)
 
-    def owns(self, holder: int, reservation_id: int) -> bool:
-        """Whether this holder writes a part of the reservation."""
+    def is_writing(self, holder: int, reservation_id: int) -> bool:
+        """Whether parts of this reservation are missing and this holder is one of its writers."""
         reservation = self._incoming.get(reservation_id)
-        return reservation is not None and holder in reservation.writers.values()
+        return reservation is not None and not reservation.is_written and holder in reservation.writers.values()
 
     # ---- both
 
@@ -216,10 +220,24 @@ class VersionStore:
         self._slots[slot.slot_id] = slot
         self._free.append(slot)
 
-    def free_slot(self, num_bytes: int) -> SlotMemory | None:
-        """A slot that nobody uses and that is large enough."""
-        fitting = [slot for slot in self._free if slot.num_bytes >= num_bytes]
-        return min(fitting, key=lambda slot: (slot.num_bytes, slot.slot_id), default=None)
+    def find_slot(self, version: int, num_bytes: int, *, yield_pins: bool = False) -> SlotMemory | None:
+        """A free slot for a version, which may cost an old version its place; None: one more slot is needed.
+
+        With `yield_pins` a version that only pins keep is given up too.
+        """
+        choice = self._choose_slot(version, num_bytes, () if yield_pins else self._pins)
+        if choice is None:
+            return None
+        if choice.evicted is not None:
+            self._drop(self._held[choice.evicted])
+            self._tidy()
+        return self._slots[choice.slot_id]
+
+    def wants_slot(self, num_bytes: int) -> bool:
+        """Whether the next version would find no slot, or fewer are there than a steady run needs."""
+        num_fitting = sum(slot.num_bytes >= num_bytes for slot in self._slots.values())
+        next_version = (self.newest() or 0) + 1
+        return num_fitting <= self._keep_versions or self._choose_slot(next_version, num_bytes, self._pins) is None
 
     def close_small_slots(self, num_bytes: int) -> None:
         """Give back the memory of free slots that are too small for what comes now."""
@@ -227,27 +245,15 @@ class VersionStore:
             self._free.remove(slot)
             self._retire(slot)
 
-    def num_slots(self, num_bytes: int) -> int:
-        """Slots that are large enough, free or not."""
-        return sum(slot.num_bytes >= num_bytes for slot in self._slots.values())
-
     def live_slots(self) -> tuple[int, ...]:
         """Slots that may be handed out again."""
         return tuple(self._slots)
 
-    def yield_pins(self) -> list[int]:
-        """Drop the versions that only pins keep; returns them."""
-        pins, self._pins = self._pins, frozenset()
-        before = set(self._held)
-        self._tidy()
-        self._pins = pins
-        return sorted(before - set(self._held))
-
     # ---- looking
 
-    def versions(self, now_s: float) -> tuple[VersionStatus, ...]:
-        """All complete versions, oldest first."""
-        return tuple(
+    def status(self, now_s: float, num_peers: int) -> RelayStatus:
+        """What is held now; versions oldest first."""
+        versions = tuple(
             VersionStatus(
                 version=held.version,
                 num_bytes=held.manifest.total_bytes,
@@ -257,18 +263,20 @@ class VersionStore:
             )
             for _, held in sorted(self._held.items())
         )
+        return RelayStatus(
+            newest=self.newest(),
+            versions=versions,
+            incoming=tuple(sorted(reservation.version for reservation in self._incoming.values())),
+            pinned=tuple(sorted(self._pins)),
+            num_slots=len(self._slots),
+            num_free_slots=len(self._free),
+            slot_bytes=sum(slot.num_bytes for slot in self._slots.values()),
+            num_peers=num_peers,
+        )
 
-    def incoming(self) -> tuple[int, ...]:
-        """Versions on their way in."""
-        return tuple(sorted(reservation.version for reservation in self._incoming.values()))
-
-    def pins(self) -> tuple[int, ...]:
-        """Pinned versions, held or not."""
-        return tuple(sorted(self._pins))
-
-    def slot_use(self) -> tuple[int, int, int]:
-        """Number of slots, how many of them are free, and the bytes of all."""
-        return len(self._slots), len(self._free), sum(slot.num_bytes for slot in self._slots.values())
+    def reservation_ids(self) -> frozenset[int]:
+        """Reservations that were not dropped."""
+        return frozenset(self._incoming)
 
     def close(self) -> None:
         """Let go of all memory."""
@@ -277,20 +285,43 @@ class VersionStore:
         self._slots.clear()
         self._free.clear()
 
+    def _choose_slot(self, version: int, num_bytes: int, pins: Iterable[int]) -> UseSlot | None:
+        choice = slot_for_new_version(
+            version,
+            num_bytes,
+            [slot for slot in self._slot_states() if slot.version != version],
+            in_use=self._in_use(),
+            pinned=frozenset(pins),
+            keep_newest=self._keep_versions,
+        )
+        return choice if isinstance(choice, UseSlot) else None
+
+    def _slot_states(self) -> list[Slot]:
+        """The slots as retention sees them. What has left but is still leased counts as being filled: hands off."""
+        complete = {held.slot.slot_id: held.version for held in self._held.values()}
+        busy = {held.slot.slot_id: held.version for held in self._leaving}
+        busy |= {reservation.slot.slot_id: reservation.version for reservation in self._incoming.values()}
+        states = []
+        for slot_id, slot in self._slots.items():
+            version = complete.get(slot_id, busy.get(slot_id))
+            state: SlotState = "complete" if slot_id in complete else "filling" if slot_id in busy else "free"
+            states.append(Slot(slot_id=slot_id, capacity_bytes=slot.num_bytes, state=state, version=version))
+        return states
+
+    def _in_use(self) -> frozenset[int]:
+        return frozenset(lease.held.version for lease in self._leases.values())
+
     def _tidy(self) -> None:
-        """Evict what retention does not keep, and free the slots of what has left and is not leased any more."""
-        in_use = frozenset(lease.held.version for lease in self._leases.values())
-        for version in versions_to_evict(self._held, self._keep_versions, in_use, self._pins):
-            self._drop(self._held[version])
+        """Free the slots of what has left and is leased no more; close all but one spare slot beyond a steady run's."""
         for held in [held for held in self._leaving if not self._num_leases(held)]:
             self._leaving.remove(held)
             self._free.append(held.slot)
-        for slot in self._free[self._keep_versions + 1 - len(self._slots) :] if self._has_surplus() else []:
-            self._free.remove(slot)
-            self._retire(slot)
-
-    def _has_surplus(self) -> bool:
-        return len(self._slots) > self._keep_versions + 1
+        unneeded = list(versions_to_evict(self._held, self._in_use(), self._pins, self._keep_versions))
+        while len(self._slots) > self._keep_versions + 1 and len(self._free) + len(unneeded) > 1:
+            if not self._free:
+                held = self._held.pop(unneeded.pop(0))
+                self._free.append(held.slot)
+            self._retire(self._free.pop(0))
 
     def _drop(self, held: Held) -> None:
         del self._held[held.version]

@@ -16,7 +16,6 @@ from laminar.rollout.outbox import Outbox
 from laminar.rollout.trajectory import EpisodeLimits, RunningTrajectory, next_step
 from laminar.schema.trajectories import Sampling, WorkItem
 
-
 COALESCE_S = 0.02
 """Answers that finish within so long are told in one call; a call costs about a millisecond of CPU at either end."""
 

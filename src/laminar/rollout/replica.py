@@ -107,7 +107,8 @@ class Replica:
         ends:       cancelled with the replica, or `Fenced` by the manager; a manager that restarts is waited for
         """
         while True:
-            await self._report()
+            told = await self._report()
+            self._next = self._next or told
             await asyncio.sleep(self._rules.heartbeat_s)
 
     async def _cycle_for_ever(self) -> None:

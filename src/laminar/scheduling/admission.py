@@ -5,11 +5,11 @@ never issues more groups than its steps can train; trajectories that came back a
 
 What this bounds. Let A = `max_groups_ahead` and S = groups per iteration, with the `fifo` sampler. When a group
 completes, at most A - 1 others are ready, and none that completes later overtakes it; every iteration takes S. For k
-versions to be published before the group is taken, the iterations that lie wholly in between must have taken (k - 1) S
-of those A - 1 groups, so k <= (A - 1) // S + 1 (`max_buffer_wait`). The staleness of what is trained is therefore at most
-its inherent staleness (versions published while it was generated, which only the longest answer and the trainer's
-speed determine; paper §6) plus that bound. Without the rule the second part would grow for as long as replicas are
-faster than the trainer. Memory is bounded with it: A x group_size trajectories.
+versions to be published before the group is taken, the k - 1 iterations that lie wholly in between must have taken
+(k - 1) S of those A - 1 groups, so k <= (A - 1) // S + 1 (`max_buffer_wait`). The staleness of what is trained is
+therefore at most its inherent staleness (versions published while it was generated, which only the longest answer and
+the trainer's speed determine; paper §6) plus that bound. Without the rule the second part would grow for as long as
+replicas are faster than the trainer. Memory is bounded with it: A x group_size trajectories.
 """
 
 from msgspec import Struct

@@ -5,12 +5,13 @@ lost relays and moves nobody else, so that chunks which already arrived stay use
 """
 
 from collections.abc import Collection, Sequence
+from collections.abc import Set as AbstractSet
 from math import ceil, sqrt
 
 from msgspec import Struct
 
 MIN_CHUNK_BYTES = 64 * 1024
-"""Smaller chunks cost more in system calls than they save in filling the chain (`TRANSPORT.md` §3, chunk size)."""
+"""With 8 nodes on shaped 400 Mbit/s links this was the fastest of 64 KiB to 16 MiB; smaller ones were not tried."""
 
 
 class RelayPlace(Struct, frozen=True, kw_only=True):
@@ -53,7 +54,7 @@ def plan_chain(relays: Sequence[RelayPlace], master: str) -> tuple[str, ...]:
     return tuple(place.relay_id for place in sorted(place_of.values(), key=nearness))
 
 
-def repair_chain(chain: Sequence[str], lost: Collection[str]) -> tuple[str, ...]:
+def repair_chain(chain: Sequence[str], lost: AbstractSet[str]) -> tuple[str, ...]:
     """The chain with its gaps closed: the predecessor of a lost relay feeds the next one that is left."""
     return tuple(relay_id for relay_id in chain if relay_id not in lost)
 
@@ -79,8 +80,8 @@ def broadcast_s(num_nodes: int, num_bytes: int, chunk_bytes: int, startup_s: flo
 def best_chunk_bytes(num_nodes: int, num_bytes: int, startup_s: float, bytes_per_s: float) -> int:
     """The chunk size with which `broadcast_s` is least: M / k* with k* = sqrt((p - 2) M T_byte / T_start).
 
-    More chunks fill the chain sooner, fewer pay the start-up less often. With one receiver there is nothing to fill, and
-    one chunk is best. Not below `MIN_CHUNK_BYTES`.
+    More chunks fill the chain sooner, fewer pay the start-up less often. With one receiver there is nothing to fill,
+    and one chunk is best. Not below `MIN_CHUNK_BYTES`.
     """
     if num_nodes <= 2 or num_bytes <= MIN_CHUNK_BYTES:
         return max(1, num_bytes)

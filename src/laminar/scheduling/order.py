@@ -14,7 +14,7 @@ NUM_ROUNDS: Final = 6
 """Feistel rounds. Four make a pseudo-random permutation of large domains; small ones need some more to look even."""
 
 MIN_HALF_BITS: Final = 3
-"""Smallest half of a block. Permutations of fewer than 64 points are cut out of one of 64, as tiny networks reach few."""
+"""Smallest half of a block: permutations of few points are cut out of one of 64, as tiny networks reach few orders."""
 
 
 def prompt_at(position: int, num_prompts: int, seed: int, shuffle: bool) -> tuple[int, int]:

@@ -4,8 +4,8 @@ Invariants of every plan: moves stay within one weight version; a replica is rel
 destination is filled beyond C_max of its KV cache or beyond B trajectories; so every move releases one replica, and a
 plan that only shuffles work does not exist. Destinations are replicas in ramp-down themselves, never busy ones.
 
-Algorithm 1 as printed lets a destination be released later, which overfills its heir or drops what it was given
-(`PAPER.md` §2.5); the guard against that is the only difference, besides the idleness latch below.
+Algorithm 1 as printed lets a destination be released later, which overfills its heir or drops what it was given. The
+guard against that is the only difference, besides the idleness latch (`update_idleness`).
 
 Not done here: whether a move pays. The paper moves whenever it releases a replica, and so do we.
 """
@@ -19,7 +19,7 @@ from laminar.schema.fleet import ReplicaLoad
 
 
 class RepackRules(Struct, frozen=True, kw_only=True):
-    """`max_kv_fill` is C_max; `max_running` is B (`roofline`); `strict_idleness` is line 3 of Algorithm 1 as printed."""
+    """`max_kv_fill` is C_max, `max_running` is B (`roofline`), `strict_idleness` is Algorithm 1, line 3, as printed."""
 
     max_running: int
     max_kv_fill: float = 0.99

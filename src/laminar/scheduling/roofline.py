@@ -34,9 +34,9 @@ def max_useful_batch(flops_per_s: float, bandwidth_bytes_per_s: float, bytes_per
     """The batch at which decode turns from memory-bound to compute-bound.
 
     A step reads each weight once, for all sequences together, and computes with it once per sequence. Below
-    `flops_per_s * bytes_per_weight / (2 * bandwidth)` sequences the reading takes longer, so one more sequence is nearly
-    free. With bf16 on an H800 that is 295; model size and tensor parallelism cancel out. Traffic of the KV cache is not
-    counted, so measured latency rises earlier (`max_measured_batch`).
+    `flops_per_s * bytes_per_weight / (2 * bandwidth)` sequences the reading takes longer, so one more sequence is
+    nearly free. With bf16 on an H800 that is 295; model size and tensor parallelism cancel out. Traffic of the KV cache
+    is not counted, so measured latency rises earlier (`max_measured_batch`).
     """
     ridge = flops_per_s * bytes_per_weight / (FLOPS_PER_WEIGHT * bandwidth_bytes_per_s)
     return max(1, int(ridge))

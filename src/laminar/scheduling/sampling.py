@@ -4,8 +4,8 @@ A sampler is any function of this form, a user's own included (`data.sampler: mo
 
     def sampler(ready: Sequence[ReadyGroup], num_groups: int, learner_version: int, rules: SamplingRules) -> Draw
 
-Invariants (`check_draw`): a draw picks exactly `num_groups` of the ready groups or none; what it drops leaves the buffer
-whether or not it picked; nothing is picked twice or picked and dropped.
+Invariants (`check_draw`): a draw picks exactly `num_groups` of the ready groups or none; what it drops leaves the
+buffer whether or not it picked; nothing is picked twice or picked and dropped.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +80,7 @@ def by_priority(key: Callable[[ReadyGroup], float]) -> Sampler:
 
 
 def reward_spread(group: ReadyGroup) -> float:
-    """Largest minus smallest reward: 0 if all answers did equally well, and then a group-relative loss learns nothing."""
+    """Largest minus smallest reward: 0 if all answers did equally well, and a group-relative loss learns nothing."""
     return max(group.rewards) - min(group.rewards) if group.rewards else 0.0
 
 

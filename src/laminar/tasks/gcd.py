@@ -27,18 +27,19 @@ class GcdTask:
             raise UserError(
                 f"GcdTask has no pairs with max_number={max_number} and max_gcd={max_gcd}: use at least 3 and 1."
             )
-        numbers = range(1, max_number + 1)
-        pairs = [(a, b) for a in numbers for b in numbers if a != b and math.gcd(a, b) <= max_gcd]
-        # Ordered by a hash, so that any first n problems are a fair sample.
-        pairs.sort(key=_stable_hash)
-        self._problems: dict[Split, list[Problem]] = {"train": [], "heldout": []}
-        for a, b in pairs:
-            split: Split = "heldout" if is_held_out(a, b) else "train"
-            self._problems[split].append(_problem(a, b))
+        self._max_number = max_number
+        self._max_gcd = max_gcd
 
     def problems(self, split: Split) -> Sequence[Problem]:
-        """All problems of a split, in an order that is fixed and mixed."""
-        return self._problems[split]
+        """All problems of a split, ordered by a hash, so that any first n of them are a fair sample."""
+        numbers = range(1, self._max_number + 1)
+        pairs = [
+            (a, b)
+            for a in numbers
+            for b in numbers
+            if a != b and math.gcd(a, b) <= self._max_gcd and is_held_out(a, b) == (split == "heldout")
+        ]
+        return [_problem(a, b) for a, b in sorted(pairs, key=_stable_hash)]
 
     def grade(self, problem: Problem, answer: str) -> float:
         """1.0 if the right number follows the only `#` and ends the answer, else 0.0. How it was found is free."""

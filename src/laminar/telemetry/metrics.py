@@ -23,12 +23,14 @@ def step_row(event: dict[str, Any]) -> Row:
 
 
 def metrics_rows(events: Iterable[dict[str, Any]]) -> list[Row]:
-    """Rows in order of steps; `resumed` takes back what came after its step."""
+    """Rows in order of steps; a new start of the run takes back what came after the step that it begins at."""
     rows: dict[int, Row] = {}
     for event in events:
         match event:
             case {"kind": "step", "step": int(step)}:
                 rows[step] = step_row(event)
+            case {"kind": "run_started"}:
+                rows.clear()
             case {"kind": "resumed", "step": int(resumed)}:
                 rows = {step: row for step, row in rows.items() if step <= resumed}
     return [rows[step] for step in sorted(rows)]
@@ -59,13 +61,19 @@ class MetricsFile:
         fresh: list[bytes] = []
         for event in events:
             match event:
-                case {"kind": "step", "step": int(step)} if self._last_step is not None and step > self._last_step:
-                    fresh.append(msgspec.json.encode(step_row(event)) + b"\n")
-                    self._last_step = step
-                case {"kind": "step" | "resumed", "step": int()}:
+                case {"kind": "run_started" | "resumed"}:
                     fresh.clear()
-                    rows = write_metrics(self._folder)
-                    self._last_step = rows[-1]["step"] if rows else None
+                    self._write_all()
+                case {"kind": "step", "step": int(step)}:
+                    if self._last_step is None:
+                        self._write_all()
+                    elif step > self._last_step:  # else it was in the file already when that was written as a whole
+                        fresh.append(msgspec.json.encode(step_row(event)) + b"\n")
+                        self._last_step = step
         if fresh:
             with (self._folder / METRICS).open("ab") as file:
                 file.write(b"".join(fresh))
+
+    def _write_all(self) -> None:
+        rows = write_metrics(self._folder)
+        self._last_step = rows[-1]["step"] if rows else -1

@@ -31,7 +31,7 @@ class Fact(Struct, frozen=True, kw_only=True, tag_field="kind", tag=_snake_case)
 
 
 class RunStarted(Fact, frozen=True, kw_only=True):
-    """Emitted at every start, so a resumed run has several."""
+    """A run begins at version 0; a second one in the same folder undoes the first."""
 
     run_id: str
     name: str
@@ -40,15 +40,23 @@ class RunStarted(Fact, frozen=True, kw_only=True):
 
 
 class RunFinished(Fact, frozen=True, kw_only=True):
-    """`reason` is `done`, or says why the run ended early."""
+    """`reason` is FINISHED, or says why the run ended early."""
 
     reason: str
 
 
+FINISHED = "finished"
+"""The reason of a run that trained to its last step."""
+
+
 class Resumed(Fact, frozen=True, kw_only=True):
-    """The learner goes on after this step; later ones are done again."""
+    """A run goes on after this step, in new processes; later steps are done again."""
 
     step: int
+    run_id: str = ""
+    name: str = ""
+    num_replicas: int = 0
+    num_steps: int = 0
 
 
 # ---- weights
@@ -244,7 +252,8 @@ class Taken(Fact, frozen=True, kw_only=True):
 class Step(Fact, frozen=True, kw_only=True):
     """An iteration is complete: it waited, trained and published, in this order, and ended at `t`.
 
-    `tokens` and the means are over the trajectories that it consumed. Further numeric fields are metrics of the
+    With several mini-batches the times are sums. The means are over the trajectories that it consumed, `tokens` counts
+    their prompts too. Further numeric fields are metrics of the
     learner and of the task; they go to metrics.jsonl.
     """
 
@@ -255,8 +264,8 @@ class Step(Fact, frozen=True, kw_only=True):
     reward_mean: float | None = None
     response_tokens_mean: float | None = None
     staleness_mean: float | None = None
-    staleness_max: int | None = None
-    tokens: int = 0
+    staleness_max: float | None = None
+    tokens: float = 0
     lr: float | None = None
     loss: float | None = None
     clip_fraction: float | None = None
@@ -276,6 +285,13 @@ class Evaluation(Fact, frozen=True, kw_only=True):
     version: int
     accuracy: float
     num: int = 0
+
+
+class PeerRefused(Fact, frozen=True, kw_only=True):
+    """The relay closed a connection: a peer without the run's secret, or one that sent nonsense."""
+
+    peer: int | str
+    reason: str
 
 
 # ---- waits and telemetry itself
@@ -319,6 +335,16 @@ def problem(event: dict[str, Any]) -> str | None:
         msgspec.convert(event, kind)
     except msgspec.ValidationError as error:
         return f"{event['kind']}: {error}"
+    return None
+
+
+def undone_by(fact: Fact) -> int | None:
+    """The step after which a new start of the run takes everything back; None for all other events."""
+    match fact:
+        case RunStarted():
+            return -1
+        case Resumed(step=step):
+            return step
     return None
 
 

@@ -15,6 +15,7 @@ from laminar.telemetry.vocabulary import (
     Fact,
     ReplicaLost,
     ReplicaStarted,
+    Resumed,
     RunFinished,
     RunStarted,
     ServiceLost,
@@ -94,7 +95,7 @@ def fold_wait(waits: dict[str, Wait], fact: Fact) -> None:
             since = fact.t - fact.waited_s
             waits[fact.wait_id] = Wait(
                 wait_id=fact.wait_id,
-                waiter=fact.waiter,
+                waiter=_without_life(fact.waiter),
                 what=fact.what,
                 of=tuple(fact.of),
                 since=since,
@@ -106,7 +107,7 @@ def fold_wait(waits: dict[str, Wait], fact: Fact) -> None:
             _forget_waiter(waits, waiter)
         case ServiceLost(service=waiter) | ServiceStarted(service=waiter):
             _forget_waiter(waits, waiter)
-        case RunStarted() | RunFinished():
+        case RunStarted() | Resumed() | RunFinished():
             waits.clear()
 
 
@@ -152,6 +153,11 @@ def _chain_from(wait: Wait, waits: Sequence[Wait], above: frozenset[tuple[str, t
         if len(chain) > len(best):
             best = chain
     return [wait, *best]
+
+
+def _without_life(source: str) -> str:
+    """`replica-3` of `replica-3/2`, the name of its second life."""
+    return source.partition("/")[0]
 
 
 def _role(source: str) -> str:

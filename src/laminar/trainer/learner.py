@@ -20,6 +20,7 @@ from laminar.config.training import OptimizerConfig, TrainerConfig
 from laminar.schema.errors import RunFailed, UserError
 from laminar.schema.trajectories import ExperienceGroup
 from laminar.trainer import distributed, learner_state
+from laminar.trainer.checkpoints import MODEL_FOLDER
 from laminar.trainer.losses import (
     TokenBatch,
     TokenMetrics,
@@ -45,8 +46,8 @@ def learning_rate(rules: OptimizerConfig, iteration: int) -> float:
 class TorchLearner:
     """A causal language model in torch with AdamW. Implements `ports.Learner`.
 
-    `temperature` is that of `rollout.sampling` (1 if greedy): recorded log-probs are those of softmax(logits / temperature),
-    so the learner's must be, too.
+    `temperature` is that of `rollout.sampling` (1 if greedy): the recorded log-probs are those of
+    softmax(logits / temperature), so the learner's must be, too.
 
     Besides the model there are up to two frozen copies in memory: the reference of the KL term, and, with
     `proximal: recomputed` and several mini-batches, the learner as it was before the first of them.
@@ -127,14 +128,14 @@ class TorchLearner:
         self, sequences: Sequence[TrainSequence], metrics: TokenMetrics
     ) -> list[tuple[Tensor, Sequence[TrainSequence]]]:
         """Add the gradient of every micro-batch; returns the parts of the loss with the sequences that made them."""
-        losses = []
+        losses: list[tuple[Tensor, Sequence[TrainSequence]]] = []
         for micro_batch, is_filler in self._micro_batches(sequences):
             batch = pack(micro_batch, self._device)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._config.dtype == "bfloat16"):
                 tokens = self._score(batch)
             loss = weighted_loss(tokens, self._objective, self._rules) * (0.0 if is_filler else 1.0)
             # FSDP averages gradients over ranks; the weights of the tokens already add up to 1 over all of them.
-            (loss * distributed.num_ranks()).backward()
+            torch.autograd.backward(loss * distributed.num_ranks())
             losses.append((loss.detach(), micro_batch))
             if not is_filler:
                 metrics.add(tokens, self._rules)
@@ -169,7 +170,8 @@ class TorchLearner:
             return batch.behaviour_logprobs_T
         if self._proximal is None or self._part == 0:
             return logprobs_T.detach()
-        return self._proximal(batch)
+        proximal_logprobs_T: Tensor = self._proximal(batch)
+        return proximal_logprobs_T
 
     def _frozen_copy(self, model: PackedModel) -> PackedModel:
         return distributed.shard(copy.deepcopy(model).requires_grad_(False), DTYPES[self._config.dtype])
@@ -181,9 +183,9 @@ class TorchLearner:
         names = sorted({sequence.group_id for members in guilty for sequence in members})
         rest = f" and {len(names) - MAX_NAMED_GROUPS} more" if len(names) > MAX_NAMED_GROUPS else ""
         return (
-            f"step {self._iteration}, mini-batch {self._part}: the loss is {loss} and the gradient norm {grad_norm}, so the "
-            f"update was not applied; groups concerned: {', '.join(names[:MAX_NAMED_GROUPS])}{rest}. Resume from the last "
-            "checkpoint, with a lower trainer.optimizer.lr if the loss had been growing"
+            f"step {self._iteration}, mini-batch {self._part}: the loss is {loss} and the gradient norm {grad_norm}; "
+            f"the update was not applied. Groups concerned: {', '.join(names[:MAX_NAMED_GROUPS])}{rest}. Resume from "
+            "the last checkpoint, with a lower trainer.optimizer.lr if the loss had been growing"
         )
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -192,15 +194,20 @@ class TorchLearner:
         return {name: distributed.whole(tensor.detach()) for name, tensor in named.items()}
 
     def save(self, folder: Path) -> None:
-        """Write model, optimizer and random generators into an existing empty folder."""
-        learner_state.save_model(self._model.language_model, self._source, folder / learner_state.MODEL_FOLDER)
+        """Write model, optimizer and random generators into an existing empty folder, between two iterations.
+
+        Within an iteration the proximal policy would be missing.
+        """
+        if self._part != 0:
+            raise RuntimeError(f"a learner is saved between iterations; this one is in mini-batch {self._part}")
+        learner_state.save_model(self._model.language_model, self._source, folder / MODEL_FOLDER)
         learner_state.save_optimizer(self._model, self._optimizer, folder)
         learner_state.save_counters({"num_updates": self._num_updates}, folder)
         distributed.wait_for_all()
 
     def restore(self, folder: Path) -> None:
         """Load what `save` wrote."""
-        learner_state.load_model(self._model.language_model, folder / learner_state.MODEL_FOLDER)
+        learner_state.load_model(self._model.language_model, folder / MODEL_FOLDER)
         learner_state.load_optimizer(self._model, self._optimizer, folder)
         self._num_updates = learner_state.load_counters(folder)["num_updates"]
 

@@ -1,7 +1,7 @@
 """What a learner writes into a checkpoint and reads back: weights, optimizer, counters, random numbers.
 
 Invariant: a learner that loads a state goes on bit for bit like the one that saved it, at the same number of ranks; any
-number of ranks can load it. Nothing is pickled. `model/` is a complete folder in Hugging Face format, of float32 weights.
+number of ranks can load it. Nothing is pickled. `model/` is a complete folder in Hugging Face format, in float32.
 """
 
 import json
@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from laminar.schema.errors import RunFailed
 from laminar.trainer import distributed
 
-MODEL_FOLDER = "model"
 OPTIMIZER_FILE = "optimizer.safetensors"
 RANDOM_FILE = "random.safetensors"
 COUNTERS_FILE = "learner.json"
@@ -32,7 +31,7 @@ _COMPANIONS = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".py"}
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their first name; a tied weight appears once, as in files of Hugging Face."""
+    """Parameters and persistent buffers by their first name; a tied weight appears once, as in Hugging Face's files."""
     parameters = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
     buffers = {name: value for name, value in model.state_dict().items() if name not in parameters.keys() | tied}
@@ -67,7 +66,7 @@ def load_model(model: PreTrainedModel, folder: Path) -> None:
     missing = named_tensors(model)
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 (not a dict)
                 tensor = missing.pop(name)
                 tensor.copy_(distributed.like(file.get_tensor(name), tensor))
     if missing:
@@ -91,7 +90,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: P
     parameters = dict(model.named_parameters())
     optimizer.state.clear()
     with safe_open(folder / OPTIMIZER_FILE, framework="pt") as file:
-        for key in file.keys():
+        for key in file.keys():  # noqa: SIM118 (not a dict)
             quantity, name = key.split("/", 1)
             parameter, value = parameters[name], file.get_tensor(key)
             same_shape = value.shape == parameter.shape
@@ -126,7 +125,7 @@ def load_counters(folder: Path) -> dict[str, int]:
     """Set the random generators and return the counters."""
     values = json.loads((folder / COUNTERS_FILE).read_text())
     with safe_open(folder / RANDOM_FILE, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
     torch.set_rng_state(tensors["torch"])
     for index in range(len(_cuda_states())):
         if f"cuda/{index}" in tensors:
@@ -139,4 +138,4 @@ def load_counters(folder: Path) -> dict[str, int]:
 
 
 def _cuda_states() -> list[Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []

@@ -1,8 +1,8 @@
 """The loss of generated tokens, and what is worth knowing about them.
 
-Invariant: a loss reads log-probs, advantages and weights that travel with the tokens, nothing else; it knows no versions,
-groups or schedules. Sums over micro-batches add up to the loss of the mini-batch, because the weights were fixed before
-the split (`sequences.token_weights`).
+Invariant: a loss reads log-probs, advantages and weights that travel with the tokens, nothing else; it knows no
+versions, groups or schedules. Sums over micro-batches add up to the loss of the mini-batch, because the weights were
+fixed before the split (`sequences.token_weights`).
 
 Axis: T generated tokens of one micro-batch, of all its sequences one after another.
 """
@@ -20,13 +20,14 @@ from laminar.schema.errors import UserError
 Reduction = Callable[[Tensor], Tensor]
 
 MAX_LOG_RATIO = 20.0
-"""Differences of log-probs are cut here before exp: e^20 is already far outside any clip, e^89 is infinite in float32."""
+"""Differences of log-probs are cut here before exp: e^20 is far outside any clip, e^89 is infinite in float32."""
 
 Objective = Callable[[Tensor, Tensor, Tensor, Tensor, AlgorithmConfig], Tensor]
-"""`(logprobs_T, behaviour_logprobs_T, proximal_logprobs_T, advantages_T, rules) -> loss_T`; only the first has a gradient.
+"""`(logprobs_T, behaviour_logprobs_T, proximal_logprobs_T, advantages_T, rules) -> loss_T`.
 
-Log-probs are those of softmax(logits / temperature): of the learner now, of the version that drew the token, and of the
-reference of the ratio (`trainer.algorithm.proximal`). The loss is per token, not averaged; the framework weighs and sums.
+Log-probs are those of softmax(logits / temperature): of the learner now (the only ones with a gradient), of the version
+that drew the token, and of the reference of the ratio (`trainer.algorithm.proximal`). `rules` is `trainer.algorithm`.
+The loss is one number per token; weighing and summing is done outside.
 """
 
 
@@ -120,8 +121,8 @@ class TokenMetrics:
     """Metrics over all tokens that went through the model in a mini-batch; kept on the device until `result`.
 
     ratio: learner / proximal. behaviour_kl: k3 estimate of KL(behaviour || learner). entropy: mean of -log-prob of the
-    tokens drawn. logprob_gap: mean |learner - behaviour|. ess: effective sample size of the untruncated importance weights
-    learner / behaviour, as a share of the tokens: (sum w)^2 / (n sum w^2). reference_kl: only with a reference.
+    tokens drawn. logprob_gap: mean |learner - behaviour|. ess: effective sample size of the untruncated importance
+    weights w = learner / behaviour, as a share of the tokens: (sum w)^2 / (n sum w^2). reference_kl: with a reference.
     """
 
     def __init__(self) -> None:

@@ -1,12 +1,14 @@
 """Causal attention over a packed stream of sequences, as an attention implementation of transformers.
 
 Invariant: no token sees another sequence, and nothing of size S x S exists. Sequences of similar length are padded to
-one another and computed by one call of torch's scaled_dot_product_attention: padding is on the right, so under the causal
-mask no real token sees any of it.
+one another and computed by one call of torch's scaled_dot_product_attention: padding is on the right, so under the
+causal mask no real token sees any of it.
 
-Axes: S tokens of the stream, P places of the padded buckets, B sequences of a bucket, L its longest, H heads, D of a head.
+Axes: S tokens of the stream, P places of the padded buckets, B sequences of a bucket, L tokens of its longest, H heads,
+D channels of a head.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,32 +23,42 @@ PACKED_ATTENTION = "laminar_packed"
 """Name under which transformers finds this implementation."""
 
 
-class Spread(torch.autograd.Function):
-    """Put rows at their places among `num_places`, zeros elsewhere. Places are unique: no atomics either way."""
-
+class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_S: Tensor, places_S: Tensor, num_places: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows_S: Tensor, places_S: Tensor, num_places: int) -> Tensor:
         ctx.save_for_backward(places_S)
         return rows_S.new_zeros(num_places, *rows_S.shape[1:]).index_copy_(0, places_S, rows_S)
 
     @staticmethod
-    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_P: Tensor) -> tuple[Tensor, None, None]:
         return grad_P.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-class Gather(torch.autograd.Function):
-    """Take the rows at unique places: the inverse of `Spread`."""
-
+class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows_P: Tensor, places_S: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows_P: Tensor, places_S: Tensor) -> Tensor:
         ctx.save_for_backward(places_S)
         ctx.num_places = len(rows_P)
         return rows_P.index_select(0, places_S)
 
     @staticmethod
-    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_S: Tensor) -> tuple[Tensor, None]:
         grad_P = grad_S.new_zeros(ctx.num_places, *grad_S.shape[1:])
         return grad_P.index_copy_(0, ctx.saved_tensors[0], grad_S), None
+
+
+_apply_spread: Callable[[Tensor, Tensor, int], Tensor] = _Spread.apply
+_apply_gather: Callable[[Tensor, Tensor], Tensor] = _Gather.apply
+
+
+def spread(rows_S: Tensor, places_S: Tensor, num_places: int) -> Tensor:
+    """Put rows at their places among `num_places`, zeros elsewhere. Places are unique: no atomics either way."""
+    return _apply_spread(rows_S, places_S, num_places)
+
+
+def gather(rows_P: Tensor, places_S: Tensor) -> Tensor:
+    """Take the rows at unique places: the inverse of `spread`."""
+    return _apply_gather(rows_P, places_S)
 
 
 def packed_attention(
@@ -65,13 +77,15 @@ def packed_attention(
     """Attention of every sequence of the stream to itself; returns [1, S, H, D]."""
     if softcap is not None or (sliding_window is not None and sliding_window < packed_layout.max_tokens):
         raise UserError(
-            f"{type(module).__name__} limits attention (sliding window {sliding_window}, soft cap {softcap}), which the "
-            f"learner cannot compute for sequences of {packed_layout.max_tokens} tokens"
+            f"{type(module).__name__} limits attention (sliding window {sliding_window}, soft cap {softcap}), which "
+            f"the learner cannot compute for sequences of {packed_layout.max_tokens} tokens"
         )
     padded = [_spread(heads_1HSD, packed_layout) for heads_1HSD in (query_1HSD, key_1HSD, value_1HSD)]
     sizes = [bucket.num_places for bucket in packed_layout.buckets]
     outputs = []
-    for bucket, *parts in zip(packed_layout.buckets, *(heads_PHD.split(sizes) for heads_PHD in padded), strict=True):
+    for bucket, *parts in zip(
+        packed_layout.buckets, *(torch.split(heads_PHD, sizes) for heads_PHD in padded), strict=True
+    ):
         query, key, value = (
             part.view(bucket.num_sequences, bucket.max_tokens, *part.shape[1:]).transpose(1, 2) for part in parts
         )
@@ -79,12 +93,12 @@ def packed_attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
         )
         outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
-    return Gather.apply(torch.cat(outputs), packed_layout.places_S).unsqueeze(0), None
+    return gather(torch.cat(outputs), packed_layout.places_S).unsqueeze(0), None
 
 
 def _spread(heads_1HSD: Tensor, layout: Layout) -> Tensor:
     rows_SHD = heads_1HSD.squeeze(0).transpose(0, 1)
-    return Spread.apply(rows_SHD, layout.places_S, layout.num_places)
+    return spread(rows_SHD, layout.places_S, layout.num_places)
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from laminar.schema.errors import UserError
-from laminar.trainer.packed_attention import PACKED_ATTENTION, Gather
+from laminar.trainer.packed_attention import PACKED_ATTENTION, gather
 from laminar.trainer.packing import Pack, pack
 from laminar.trainer.sequences import TrainSequence
 
@@ -31,7 +32,7 @@ class PackedModel(nn.Module):
 
     def __init__(self, language_model: PreTrainedModel, *, temperature: float = 1.0) -> None:
         super().__init__()
-        self.language_model = language_model.eval()
+        self.language_model = language_model.train(False)
         self.temperature = temperature
 
     def forward(self, batch: Pack) -> Tensor:
@@ -42,7 +43,7 @@ class PackedModel(nn.Module):
             use_cache=False,
             packed_layout=batch.layout,
         ).last_hidden_state
-        hidden_TE = Gather.apply(hidden_1SE.squeeze(0), batch.predictors_T)
+        hidden_TE = gather(hidden_1SE.squeeze(0), batch.predictors_T)
         chunk_tokens = max(1, MAX_CHUNK_LOGITS // self.language_model.config.vocab_size)
         if len(hidden_TE) <= chunk_tokens:
             return self._logprobs(hidden_TE, batch.targets_T)
@@ -50,7 +51,7 @@ class PackedModel(nn.Module):
             [
                 checkpoint(self._logprobs, hidden_CE, targets_C, use_reentrant=False)
                 for hidden_CE, targets_C in zip(
-                    hidden_TE.split(chunk_tokens), batch.targets_T.split(chunk_tokens), strict=True
+                    torch.split(hidden_TE, chunk_tokens), torch.split(batch.targets_T, chunk_tokens), strict=True
                 )
             ]
         )
@@ -64,13 +65,14 @@ class PackedModel(nn.Module):
 
 def load_language_model(path: Path | str, device: torch.device | str) -> PreTrainedModel:
     """Load float32 weights from a folder in Hugging Face format, ready for packed streams."""
+    disable_progress_bar()  # the trainer's process has no terminal; a bar would end up in its log
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise UserError(f"model.path {path} is not a language model in Hugging Face format: {error}") from error
-    model.to(device)
+    nn.Module.to(model, torch.device(device))
     check_packed_forward(model)
     return model
 
@@ -87,8 +89,8 @@ def check_packed_forward(language_model: PreTrainedModel) -> None:
     difference = (packed_T - own_T).abs().max().item()
     if not difference < SELF_CHECK_TOLERANCE:
         raise UserError(
-            f"the learner cannot train {type(language_model).__name__}: its log-probs on packed sequences differ from the "
-            f"model's own by {difference:.2g}"
+            f"the learner cannot train {type(language_model).__name__}: its log-probs on packed sequences differ from "
+            f"the model's own by {difference:.2g}"
         )
 
 

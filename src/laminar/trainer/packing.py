@@ -18,8 +18,8 @@ from torch import Tensor
 from laminar.trainer.sequences import TrainSequence
 
 MIN_BUCKET_FILL = 0.75
-"""A bucket's shortest sequence has at least this share of its longest. Attention is a tenth of the work at 55 tokens, so
-the padding costs a few per cent; lengths of 20 to 300 make ten buckets, and each costs one call per layer."""
+"""A bucket's shortest sequence has at least this share of its longest. Attention is a tenth of the work at 55 tokens,
+so the padding costs a few per cent; lengths of 20 to 300 make ten buckets, and each costs one call per layer."""
 
 
 def plan_micro_batches(num_tokens: Sequence[int], *, budget_tokens: int, multiple_of: int = 1) -> list[tuple[int, ...]]:
@@ -31,7 +31,7 @@ def plan_micro_batches(num_tokens: Sequence[int], *, budget_tokens: int, multipl
     if not num_tokens:
         return []
     order = sorted(range(len(num_tokens)), key=lambda index: (-num_tokens[index], index))
-    wanted = -(-sum(num_tokens) // budget_tokens)
+    wanted = min(-(-sum(num_tokens) // budget_tokens), len(num_tokens))
     while True:
         num_bins = -(-wanted // multiple_of) * multiple_of
         bins = _deal(order, num_tokens, num_bins, budget_tokens)

@@ -1,7 +1,8 @@
 """What the trainer loop needs from its neighbours."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from laminar.schema.trajectories import ExperienceGroup
 
@@ -33,18 +34,21 @@ class Learner(Protocol):
     """The model that is trained, with its optimizer. Calls block; the trainer loop runs them in a thread."""
 
     def step(self, groups: Sequence[ExperienceGroup]) -> dict[str, float]:
-        """One optimizer update on one mini-batch; returns metrics."""
+        """One optimizer update on one mini-batch; returns metrics.
+
+        Raises `RunFailed` if loss or gradient is not finite.
+        """
         ...
 
     def tensors(self) -> Mapping[str, Any]:
-        """Current weights by Hugging Face name, as tensors that may be read until the next `step`."""
+        """Current weights by Hugging Face name, a tied one once; they may be read until the next `step`."""
         ...
 
-    def save(self, folder: Any) -> None:
-        """Write model, optimizer and RNG into an existing empty folder."""
+    def save(self, folder: Path) -> None:
+        """Write model, optimizer and random generators into an existing empty folder. Raises OSError if it cannot."""
         ...
 
-    def restore(self, folder: Any) -> None:
+    def restore(self, folder: Path) -> None:
         """Load what `save` wrote."""
         ...
 
@@ -62,4 +66,31 @@ class ManagerPort(Protocol):
 
     async def published(self, version: int) -> None:
         """The relay holds this version completely: a good moment to repack."""
+        ...
+
+
+class Checkpoint(NamedTuple):
+    """A complete checkpoint, which covers all iterations up to `step`."""
+
+    step: int
+    path: Path
+
+
+class CheckpointStore(Protocol):
+    """Durable states. Calls block; the trainer loop runs them in a thread."""
+
+    def newest(self) -> Checkpoint | None:
+        """The newest complete one."""
+        ...
+
+    def save(self, step: int, write: Callable[[Path], None]) -> Path:
+        """Let `write` fill a folder and make it the checkpoint of `step`: complete or not at all."""
+        ...
+
+
+class RunBlocking(Protocol):
+    """How the loop makes a blocking call: `asyncio.to_thread`, or at once on a virtual clock."""
+
+    async def __call__(self, call: Callable[..., Any], /, *args: Any) -> Any:
+        """Return what `call(*args)` returns, without holding up the event loop."""
         ...

@@ -1,0 +1,79 @@
+"""What one claim gets; how much of it is decided in `scheduling.admission`.
+
+Invariant: an evaluation that is due goes first, then what came back, then new prompts.
+"""
+
+from collections.abc import Sequence
+
+from laminar.data.evaluations import Evaluations
+from laminar.data.experience_buffer import ExperienceBuffer
+from laminar.data.ledger import Trajectory
+from laminar.data.ports import DataRules
+from laminar.data.prompt_pool import PromptPool
+from laminar.scheduling.admission import AdmissionRules, AdmissionState, plan_issue
+from laminar.scheduling.order import trajectory_seed
+from laminar.schema.trajectories import Batch, Purpose, WorkItem
+
+UNBOUNDED = 1 << 62
+"""Groups ahead, when the question is what a claim would draw if the buffer were not full."""
+
+
+class Claims:
+    """Fills claims from the pools."""
+
+    def __init__(
+        self, rules: DataRules, prompts: PromptPool, buffer: ExperienceBuffer, evaluations: Evaluations
+    ) -> None:
+        self._rules = rules
+        self._prompts = prompts
+        self._buffer = buffer
+        self._evaluations = evaluations
+        self._admission = AdmissionRules(max_groups_ahead=rules.max_groups_ahead, group_size=rules.group_size)
+
+    def fill(self, version: int, max_trajectories: int) -> tuple[Purpose, list[Trajectory]]:
+        """Trajectories for a replica at `version`; none while there is no room. An evaluation comes as a whole."""
+        if trajectories := self._evaluations.claim(version):
+            return "evaluation", trajectories
+        num_returned = self._prompts.num_returned(version)
+        self._make_room(num_returned, max_trajectories)
+        issue = plan_issue(self._state(num_returned), self._admission, max_trajectories)
+        trajectories = self._prompts.take_returned(version, issue.num_returned)
+        for group in self._prompts.draw(issue.num_new_groups):
+            self._buffer.expect(group)
+            trajectories += group.members
+        return "training", trajectories
+
+    def batch(self, trajectories: Sequence[Trajectory], purpose: Purpose) -> Batch:
+        """Work items of trajectories that are in a lease."""
+        return Batch(items=tuple(self._item(trajectory) for trajectory in trajectories), purpose=purpose)
+
+    def _make_room(self, num_returned: int, max_trajectories: int) -> None:
+        """Let the eviction drop ready groups if the buffer is all that keeps a claim from being filled."""
+        state = self._state(num_returned)
+        unbounded = AdmissionRules(max_groups_ahead=UNBOUNDED, group_size=self._rules.group_size)
+        num_wanted = plan_issue(state, unbounded, max_trajectories).num_new_groups
+        capacity = max(0, self._rules.max_groups_ahead - state.in_flight_groups - num_wanted)
+        if num_wanted and state.ready_groups > capacity:
+            self._buffer.evict(capacity)
+
+    def _state(self, num_returned: int) -> AdmissionState:
+        return AdmissionState(
+            in_flight_groups=self._buffer.num_in_flight,
+            ready_groups=self._buffer.num_ready,
+            taken_groups=self._buffer.num_taken,
+            total_groups=self._rules.total_groups,
+            returned_trajectories=num_returned,
+        )
+
+    def _item(self, trajectory: Trajectory) -> WorkItem:
+        row, group = trajectory.row, trajectory.group
+        return WorkItem(
+            trajectory_id=row.trajectory_id,
+            group_id=group.row.group_id,
+            attempt=row.attempt,
+            prompt=group.prompt,
+            pieces=trajectory.response.pieces(),
+            version=trajectory.response.version,
+            seed=trajectory_seed(self._rules.seed, group.row.position, row.member),
+            purpose=group.row.purpose,
+        )

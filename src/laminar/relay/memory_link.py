@@ -1,0 +1,95 @@
+"""Relay, publisher and reader in one object, for one process: no sockets, no threads, no other memory than its own.
+
+Invariant: the same store, layout and rules as the relay's, so what holds here holds there; time comes from the event
+loop only, so it runs on a virtual clock.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Iterable, Mapping
+from typing import Any, cast
+
+import torch
+
+from laminar.engines.protocol import Weights
+from laminar.relay.messages import RelayStatus
+from laminar.relay.slots import PrivateSlot
+from laminar.relay.store import VersionStore
+from laminar.relay.tensors import MappedTensors, Slice, copy_all, layout_of, view, whole
+
+HOLDER = 0
+"""There is one process, which holds everything."""
+
+
+class MemoryLink:
+    """Fulfils `trainer.ports.WeightSink`, `rollout.ports.WeightSource` and `manager.ports.RelayPort`."""
+
+    def __init__(self, dtype: str = "keep", *, keep_versions: int = 2) -> None:
+        self._dtype: torch.dtype | None = None if dtype == "keep" else getattr(torch, dtype)
+        self._store = VersionStore(keep_versions)
+        self._slot_ids = itertools.count(1)
+        self._changed = asyncio.Event()
+
+    async def publish(self, version: int, tensors: Mapping[str, Any]) -> float:
+        """Copy the weights; returns the seconds that it took. Idempotent per version."""
+        manifest = layout_of(tensors, self._dtype)
+        slot = self._store.find_slot(version, manifest.total_bytes)
+        if slot is None:
+            slot = PrivateSlot(next(self._slot_ids), manifest.total_bytes)
+            self._store.add_slot(slot)
+        reservation = self._store.begin(HOLDER, version, manifest, 0, 1, slot)
+        started_s = asyncio.get_running_loop().time()
+        memory_bytes = whole(cast(PrivateSlot, slot).memory)
+        try:
+            copy_all((view(memory_bytes, entry), tensors[entry.name]) for entry in manifest.blocks())
+        except BaseException:
+            self._store.abandon(reservation.reservation_id)
+            raise
+        copied_s = asyncio.get_running_loop().time()
+        self._store.commit(HOLDER, reservation.reservation_id, 0, manifest.payload_bytes)
+        self._store.finish(reservation, slot.checksum(manifest.total_bytes), copied_s)
+        self._announce()
+        return copied_s - started_s
+
+    async def newest(self) -> int | None:
+        """Newest version, None before the first publish."""
+        return self._store.newest()
+
+    async def wait_newer(self, than: int | None, wait_s: float) -> int | None:
+        """Newest version as soon as it is newer than `than`, or what there is after `wait_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while (newest := self._store.newest()) is None or (than is not None and newest <= than):
+                    await self._changed.wait()
+        return self._store.newest()
+
+    @contextlib.asynccontextmanager
+    async def lease(
+        self, version: int | None = None, slices: Mapping[str, Slice] | None = None
+    ) -> AsyncIterator[Weights]:
+        """Show a version (None: the newest one), kept while the context is open."""
+        lease = self._store.lease(HOLDER, version)
+        held = lease.held
+        tensors = MappedTensors(cast(PrivateSlot, held.slot).memory, held.manifest, held.checksum, slices or {})
+        try:
+            yield Weights(held.version, tensors)
+        finally:
+            tensors.end()
+            self._store.release(HOLDER, lease.lease_id)
+
+    async def pin(self, versions: Iterable[int]) -> None:
+        """Keep these versions whatever their age; replaces the previous pins."""
+        self._store.pin(versions)
+
+    async def rewind(self, version: int) -> None:
+        """Forget all versions after this one."""
+        self._store.rewind(version)
+
+    async def status(self) -> RelayStatus:
+        """What is held now."""
+        return self._store.status(asyncio.get_running_loop().time(), num_peers=0)
+
+    def _announce(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -1,0 +1,276 @@
+"""The relay of one machine: holds weight versions in host memory and serves them to local processes.
+
+Invariant: a version is seen completely or not at all; whoever dies, the others go on.
+
+Two-phase publish: a writer reserves a slot, fills it through shared memory, commits; the relay takes the checksum in a
+thread; then the pointer moves. Readers lease versions; a lease ends with its connection.
+
+Not done here: passing versions on to other machines. A link to the next relay is one more reader of this store, and one
+more writer to the other.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from laminar.relay.manifest import Manifest, ManifestError
+from laminar.relay.memory import available_bytes, gib
+from laminar.relay.messages import RelayStatus
+from laminar.relay.server import serve_peers, unix_listener
+from laminar.relay.slots import SharedSlot, SlotMemory
+from laminar.relay.store import Lease, Reservation, VersionStore
+from laminar.relay.threads import run_in_thread
+from laminar.schema.errors import Fenced, LaminarError, RunFailed
+from laminar.telemetry.events import Events, NullEvents
+
+log = logging.getLogger(__name__)
+
+SLOT_WAIT_S = 60.0
+"""While memory is short, a writer waits so long for readers to finish; swapping weights in takes seconds."""
+
+SPARE_FRACTION = 0.05
+"""Share of the available memory that the relay leaves to the others on its machine."""
+
+
+class RelayService:
+    """Call `run`; the other methods work while it runs. `available` says how many bytes may be taken."""
+
+    def __init__(
+        self,
+        *,
+        socket_path: Path,
+        secret: bytes,
+        keep_versions: int,
+        events: Events | None = None,
+        available: Callable[[], int] = available_bytes,
+        slot_wait_s: float = SLOT_WAIT_S,
+    ) -> None:
+        if not secret:
+            raise ValueError("an empty secret keeps nobody out")
+        self._socket_path = socket_path
+        self._secret = secret
+        self._keep_versions = keep_versions
+        self._events = events or NullEvents()
+        self._available = available
+        self._slot_wait_s = slot_wait_s
+        self._store = VersionStore(keep_versions)
+        self._changed = asyncio.Event()
+        self._growing = asyncio.Lock()
+        self._outcomes: dict[int, asyncio.Future[None]] = {}
+        self._peers: set[int] = set()
+        self._slot_ids = itertools.count(1)
+        self._tasks: asyncio.TaskGroup | None = None
+
+    async def run(self) -> None:
+        """Serve local peers.
+
+        waits for:  connections to the socket
+        ends:       never; cancelled by its parent, and frees all memory then
+        """
+        with unix_listener(self._socket_path) as listener:
+            try:
+                async with asyncio.TaskGroup() as self._tasks:
+                    await serve_peers(listener, self._secret, self, self._events)
+            finally:
+                self._tasks = None
+                self._store.close()
+
+    # ---- for everybody
+
+    async def newest(self) -> int | None:
+        """Newest complete version, None before the first one."""
+        return self._store.newest()
+
+    async def wait_newer(self, than: int | None, wait_s: float) -> int | None:
+        """Newest complete version as soon as it is newer than `than`, or what there is after `wait_s`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                while (newest := self._store.newest()) is None or (than is not None and newest <= than):
+                    await self._changed.wait()
+        return self._store.newest()
+
+    async def pin(self, versions: Iterable[int]) -> None:
+        """Keep these versions whatever their age; replaces the previous pins."""
+        self._store.pin(versions)
+        self._announce()
+
+    async def rewind(self, version: int) -> None:
+        """Forget all versions after this one; for a learner that restarts from an older checkpoint."""
+        self._store.rewind(version)
+        self._fail_torn()
+        self._announce()
+
+    async def status(self) -> RelayStatus:
+        """What is held now."""
+        return self._store.status(asyncio.get_running_loop().time(), self.num_peers)
+
+    @property
+    def num_peers(self) -> int:
+        """Open connections."""
+        return len(self._peers)
+
+    # ---- for one connection; `peer` is its number
+
+    def connected(self, peer: int) -> None:
+        """A peer has shown that it knows the secret."""
+        self._peers.add(peer)
+
+    def disconnected(self, peer: int) -> None:
+        """Its connection is gone, and with it all that it held."""
+        self._peers.discard(peer)
+        self._store.drop_holder(peer)
+        self._fail_torn()
+        self._announce()
+
+    def live_slots(self) -> tuple[int, ...]:
+        """Slots that may be handed out again."""
+        return self._store.live_slots()
+
+    async def lease(self, peer: int, version: int | None) -> Lease:
+        """A version for reading; raises `WeightsUnavailable`."""
+        return self._store.lease(peer, version)
+
+    async def release(self, peer: int, lease_id: int) -> None:
+        """The lease was held until now; raises `Fenced` if it was not."""
+        self._store.release(peer, lease_id)
+        self._announce()
+
+    async def reserve(self, peer: int, version: int, manifest: Manifest, part: int, num_parts: int) -> Reservation:
+        """Memory for one part of a version; waits for some to be free."""
+        try:
+            manifest.validate()
+        except ManifestError as error:
+            raise RunFailed(f"the manifest of version {version} is wrong: {error}") from None
+        async with self._growing:
+            reservation = self._store.join(peer, version, manifest, part, num_parts)
+            self._fail_torn()
+            if reservation is None:
+                slot = await self._slot_for(version, manifest.total_bytes)
+                reservation = self._store.begin(peer, version, manifest, part, num_parts, slot)
+                self._outcomes[reservation.reservation_id] = asyncio.get_running_loop().create_future()
+        return reservation
+
+    async def commit(self, peer: int, reservation_id: int, part: int, num_bytes: int) -> None:
+        """A part is written; returns when the whole version can be seen."""
+        try:
+            written = self._store.commit(peer, reservation_id, part, num_bytes)
+        finally:
+            self._fail_torn()
+        outcome = self._outcomes[reservation_id]
+        if written is not None:
+            self._background().create_task(self._finish(written), name=f"checksum of version {written.version}")
+        await asyncio.shield(outcome)
+
+    async def abandon(self, peer: int, reservation_id: int) -> None:
+        """The writer gives up."""
+        if self._store.is_writing(peer, reservation_id):
+            self._store.abandon(reservation_id)
+            self._fail_torn()
+
+    # ---- inside
+
+    async def _finish(self, reservation: Reservation) -> None:
+        """Second phase: checksum, then pointer."""
+        checksum = await run_in_thread(reservation.slot.checksum, reservation.manifest.total_bytes)
+        outcome = self._outcomes.pop(reservation.reservation_id, None)
+        if outcome is None:  # rewound meanwhile
+            return
+        try:
+            self._store.finish(reservation, checksum, asyncio.get_running_loop().time())
+        except RunFailed as error:
+            _fail(outcome, error)
+        else:
+            outcome.set_result(None)
+        self._announce()
+        await self._warm_up(reservation.manifest.total_bytes)
+
+    async def _slot_for(self, version: int, num_bytes: int) -> SlotMemory:
+        """A free slot; makes one if there is memory, else waits for readers to let go of one."""
+        deadline_s = asyncio.get_running_loop().time() + self._slot_wait_s
+        self._store.close_small_slots(num_bytes)
+        while (slot := self._store.find_slot(version, num_bytes)) is None:
+            if self._has_room(num_bytes):
+                await self._grow(num_bytes)
+            elif slot := self._store.find_slot(version, num_bytes, yield_pins=True):
+                log.warning("memory is short: gave up a pinned version for version %d", version)
+                return slot
+            else:
+                await self._wait_for_readers(version, num_bytes, deadline_s)
+        return slot
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """Whether one more slot fits; raises `RunFailed` if not even the slots of a run without readers do."""
+        room = int(self._available() * (1 - SPARE_FRACTION))
+        num_slots = len(self._store.live_slots())
+        num_missing = max(1, self._keep_versions + 1 - num_slots)
+        if num_slots <= self._keep_versions and num_missing * num_bytes > room:
+            raise RunFailed(
+                f"Keeping {self._keep_versions} weight versions while one more comes in takes "
+                f"{num_slots + num_missing} x {gib(num_bytes)} of memory: {gib(num_missing * num_bytes)} more than the "
+                f"relay has now, and {gib(room)} can be had. Lower relay.keep_versions (now {self._keep_versions}), "
+                "publish a smaller relay.dtype, or use a machine with more memory."
+            )
+        return num_bytes <= room
+
+    async def _wait_for_readers(self, version: int, num_bytes: int, deadline_s: float) -> None:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                await self._changed.wait()
+        except TimeoutError:
+            held = ", ".join(f"{v.version} ({v.num_leases} readers)" for v in self._store.status(0.0, 0).versions)
+            raise RunFailed(
+                f"There is no memory for weight version {version}: it needs {gib(num_bytes)}, {gib(self._available())} "
+                f"are available, and the versions held were not let go within {self._slot_wait_s:g} s: {held}. "
+                f"Lower relay.keep_versions (now {self._keep_versions}) or use a machine with more memory."
+            ) from None
+
+    async def _grow(self, num_bytes: int) -> None:
+        """One more free slot, its pages made."""
+        slot = SharedSlot(next(self._slot_ids), num_bytes)
+        try:
+            await run_in_thread(slot.prefault)
+        except OSError as error:
+            slot.close()
+            raise RunFailed(f"The system refused {gib(num_bytes)} of memory for weights: {error}") from None
+        except BaseException:
+            slot.close()
+            raise
+        self._store.add_slot(slot)
+
+    async def _warm_up(self, num_bytes: int) -> None:
+        """Make the slots that the next versions will need while nobody waits for them."""
+        while self._store.wants_slot(num_bytes):
+            async with self._growing:
+                if not self._store.wants_slot(num_bytes):
+                    return
+                try:
+                    if not self._has_room(num_bytes):
+                        return
+                    await self._grow(num_bytes)
+                except RunFailed as error:
+                    log.warning("no slot for the next version yet: %s", error)
+                    return
+
+    def _background(self) -> asyncio.TaskGroup:
+        if self._tasks is None:
+            raise RuntimeError("the relay does not run")
+        return self._tasks
+
+    def _announce(self) -> None:
+        """Wake all who wait for a version or a slot."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _fail_torn(self) -> None:
+        """Tell writers whose reservation was dropped."""
+        for reservation_id in self._outcomes.keys() - self._store.reservation_ids():
+            error = Fenced("this version was begun anew by another writer, or a writer of another part of it was lost")
+            _fail(self._outcomes.pop(reservation_id), error)
+
+
+def _fail(outcome: "asyncio.Future[None]", error: LaminarError) -> None:
+    outcome.set_exception(error)
+    outcome.exception()  # seen, even if no writer waits any more

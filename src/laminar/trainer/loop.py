@@ -1,0 +1,161 @@
+"""The trainer: draw experience, update, publish, checkpoint, for every version.
+
+Invariant: version n is what n iterations made of version 0. A checkpoint of version n is durable before the buffer
+hears that the experience of the first n iterations is trained for good. So after a stop at any instant the newest
+checkpoint and what the buffer gives out again fit together.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from laminar.config.training import TrainerConfig
+from laminar.schema.errors import PortError, RunFailed
+from laminar.schema.trajectories import ExperienceGroup
+from laminar.telemetry.events import Events
+from laminar.telemetry.waits import Waits
+from laminar.trainer.batch_facts import batch_facts, merge_metrics
+from laminar.trainer.insisting import insist
+from laminar.trainer.ports import BufferPort, CheckpointStore, Learner, ManagerPort, RunBlocking, WeightSink
+
+SAMPLE_SLICE_S = 5.0
+"""One call to the buffer waits at most so long; a buffer that is lost meanwhile is noticed by then at the latest."""
+
+Answer = TypeVar("Answer")
+Facts = dict[str, Any]
+
+
+class TrainerLoop:
+    """Makes one weight version after the other until there are `num_steps`.
+
+    `evaluate_every` is the number of versions between two evaluations, None for no evaluation.
+    """
+
+    def __init__(
+        self,
+        rules: TrainerConfig,
+        *,
+        evaluate_every: int | None,
+        learner: Learner,
+        buffer: BufferPort,
+        sink: WeightSink,
+        manager: ManagerPort,
+        checkpoints: CheckpointStore,
+        events: Events,
+        run_blocking: RunBlocking = asyncio.to_thread,
+    ) -> None:
+        self._rules = rules
+        self._evaluate_every = evaluate_every
+        self._learner = learner
+        self._buffer = buffer
+        self._sink = sink
+        self._manager = manager
+        self._checkpoints = checkpoints
+        self._events = events
+        self._waits = Waits("trainer", events)
+        self._run_blocking = run_blocking
+
+    async def run(self) -> None:
+        """Go on from the newest checkpoint, or begin with version 0.
+
+        waits for:  complete groups <- replicas finish trajectories; ends: after `num_steps`, or with `RunFailed`
+        """
+        start = await self._restore()
+        await self._publish(start)
+        await self._evaluate_if_due(start)
+        for version in range(start + 1, self._rules.num_steps + 1):
+            learned = await self._learn(version)
+            published = await self._publish(version)
+            self._events.emit("step", step=version, **learned, **published)
+            await self._evaluate_if_due(version)
+            await self._checkpoint_if_due(version)
+
+    async def _restore(self) -> int:
+        """Load the newest checkpoint; the buffer gives out again whatever was taken after it."""
+        newest = await self._run_blocking(self._checkpoints.newest)
+        step = newest.step if newest else 0
+        if newest:
+            await self._run_blocking(self._learner.restore, newest.path)
+            await self._commit(step)
+        await self._insist(lambda: self._buffer.rewind(step), on=f"rewind the data service to step {step}")
+        return step
+
+    async def _learn(self, version: int) -> Facts:
+        """All mini-batch updates of one iteration; each takes the groups that are complete when its turn comes."""
+        now_s = asyncio.get_running_loop().time
+        wait_s = train_s = 0.0
+        taken: list[ExperienceGroup] = []
+        metrics: list[dict[str, float]] = []
+        for part in range(self._rules.mini_batches):
+            asked_s = now_s()
+            groups = await self._draw(version, part)
+            drawn_s = now_s()
+            metrics.append(await self._run_blocking(self._learner.step, groups))
+            wait_s += drawn_s - asked_s
+            train_s += now_s() - drawn_s
+            taken.extend(groups)
+        facts = batch_facts(taken, learner_version=version - 1)
+        return {"wait_s": wait_s, "train_s": train_s} | merge_metrics(metrics) | facts
+
+    async def _draw(self, version: int, part: int) -> tuple[ExperienceGroup, ...]:
+        """One mini-batch of complete groups, within `batch_deadline_s`."""
+        now_s = asyncio.get_running_loop().time
+        num_groups, deadline_s = self._rules.groups_per_mini_batch, self._rules.batch_deadline_s
+        give_up_s = now_s() + deadline_s
+        what = f"{num_groups} complete groups for mini-batch {part} of step {version}"
+        with self._waits.on(what, of=("data", "replica"), deadline_s=deadline_s):
+            while (left_s := give_up_s - now_s()) > 0:
+                slice_s = min(SAMPLE_SLICE_S, left_s)
+                groups = await insist(
+                    partial(self._buffer.sample, version, part, num_groups, slice_s),
+                    on=f"draw {what}",
+                    deadline_s=left_s,
+                )
+                if groups:
+                    return groups
+        raise RunFailed(
+            f"the trainer waited {deadline_s:g} s (trainer.batch_deadline_s) for {what}, and the replicas did not "
+            "finish them; nothing is lost, resume when generation works, with a longer deadline if it is merely slow"
+        )
+
+    async def _publish(self, version: int) -> Facts:
+        """Copy the weights out and let the fleet know. Training goes on also if the manager cannot be told."""
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()
+        tensors = await self._run_blocking(self._learner.tensors)
+        with self._waits.on(f"version {version} to be published", of="relay", deadline_s=self._rules.batch_deadline_s):
+            stall_s = await self._insist(
+                lambda: self._sink.publish(version, tensors), on=f"publish version {version} to the relay"
+            )
+        self._events.emit("published", version=version, stall_s=stall_s)
+        try:
+            await self._manager.published(version)
+        except PortError as error:
+            self._events.emit("command_failed", reason=f"the manager did not hear of version {version}: {error}")
+        return {"publish_s": now_s() - began_s, "stall_s": stall_s}
+
+    async def _evaluate_if_due(self, version: int) -> None:
+        if self._evaluate_every is not None and self._is_due(version, self._evaluate_every):
+            await self._insist(
+                lambda: self._buffer.request_evaluation(version), on=f"ask for an evaluation of version {version}"
+            )
+
+    async def _checkpoint_if_due(self, version: int) -> None:
+        """Make the learner's state durable, then let the buffer forget what led to it."""
+        if not self._is_due(version, self._rules.checkpoint.every_steps):
+            return
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()
+        path = await self._run_blocking(self._checkpoints.save, version, self._learner.save)
+        await self._commit(version)
+        self._events.emit("checkpoint", step=version, path=str(path), seconds=now_s() - began_s)
+
+    async def _commit(self, step: int) -> None:
+        await self._insist(lambda: self._buffer.commit(step), on=f"tell the data service that step {step} is durable")
+
+    def _is_due(self, version: int, every: int) -> bool:
+        return version % every == 0 or version == self._rules.num_steps
+
+    async def _insist(self, call: Callable[[], Awaitable[Answer]], *, on: str) -> Answer:
+        return await insist(call, on=on, deadline_s=self._rules.batch_deadline_s)

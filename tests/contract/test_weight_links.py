@@ -1,0 +1,318 @@
+"""Every way from a learner's tensors to a replica's keeps the same promises."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from laminar.relay.manifest import DTYPE_BYTES
+from laminar.relay.memory_link import MemoryLink
+from laminar.relay.publisher import WeightPublisher
+from laminar.relay.reader import WeightReader
+from laminar.relay.service import RelayService
+from laminar.relay.tensors import Slice
+from laminar.rollout.ports import WeightSource
+from laminar.schema.errors import RunFailed, WeightsUnavailable
+from laminar.trainer.ports import WeightSink
+
+KEEP_VERSIONS = 2
+SECRET = b"a secret of the contract tests"
+
+
+@dataclass
+class Link:
+    """Both ends of a link, and what the manager sees of it."""
+
+    sink: WeightSink
+    source: WeightSource
+    relay: Any
+
+
+@contextlib.asynccontextmanager
+async def memory_link(folder: Path, dtype: str) -> AsyncIterator[Link]:
+    link = MemoryLink(dtype, keep_versions=KEEP_VERSIONS)
+    yield Link(link, link, link)
+
+
+@contextlib.asynccontextmanager
+async def socket_link(folder: Path, dtype: str) -> AsyncIterator[Link]:
+    path = folder / "relay.sock"
+    service = RelayService(socket_path=path, secret=SECRET, keep_versions=KEEP_VERSIONS)
+    running = asyncio.create_task(service.run())
+    async with WeightPublisher(path, SECRET, dtype) as publisher, WeightReader(path, SECRET) as reader:
+        yield Link(publisher, reader, service)
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+LINKS = {"memory": memory_link, "socket": socket_link}
+
+OpenLink = Callable[..., contextlib.AbstractAsyncContextManager[Link]]
+
+
+@pytest.fixture(params=LINKS)
+def open_link(request: pytest.FixtureRequest, tmp_path: Path) -> OpenLink:
+    return lambda dtype="keep": LINKS[request.param](tmp_path, dtype)
+
+
+def filled(version: int, num: int = 1_000) -> dict[str, torch.Tensor]:
+    """Weights that show which version they belong to."""
+    return {"w": torch.full((num,), float(version)), "v": torch.full((3, 5), version, dtype=torch.int64)}
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*flat)
+
+
+async def test_there_are_no_weights_before_the_first_publish(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        assert await link.source.newest() is None
+        assert await link.source.wait_newer(None, 0.01) is None
+        with pytest.raises(WeightsUnavailable, match="no weights yet"):
+            async with link.source.lease():
+                pass
+
+
+async def test_every_dtype_arrives_bit_for_bit(open_link: OpenLink) -> None:
+    tensors = {}
+    for name, size in DTYPE_BYTES.items():
+        raw = torch.randint(0, 2 if name == "bool" else 256, (7 * size,), dtype=torch.uint8)
+        tensors[name] = raw.view(getattr(torch, name))
+    async with open_link() as link:
+        await link.sink.publish(0, tensors)
+        async with link.source.lease(0) as weights:
+            assert weights.version == 0
+            assert list(weights.tensors) == list(tensors)
+            for name, tensor in tensors.items():
+                assert same_bytes(weights.tensors[name], tensor), name
+
+
+async def test_odd_tensors_arrive_whole(open_link: OpenLink) -> None:
+    base = torch.randn(6, 8)
+    tensors = {
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0),
+        "empty_rows": torch.empty(4, 0, 3, dtype=torch.int8),
+        "transposed": base.t(),
+        "strided": base[::2, 1::3],
+        "expanded": torch.randn(1, 5).expand(4, 5),
+        "scalar_of_bytes": torch.tensor(7, dtype=torch.uint8),
+        "conjugated": torch.randn(4, dtype=torch.complex64).conj(),
+        "trained": torch.randn(3, 3, requires_grad=True),
+        "large": torch.randn(300, 1_000),
+    }
+    async with open_link() as link:
+        await link.sink.publish(3, tensors)
+        async with link.source.lease() as weights:
+            for name, tensor in tensors.items():
+                assert same_bytes(weights.tensors[name], tensor.detach().resolve_conj()), name
+
+
+async def test_a_model_of_nothing_but_empty_tensors_can_be_published(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        await link.sink.publish(1, {"nothing": torch.empty(0)})
+        async with link.source.lease() as weights:
+            assert weights.tensors["nothing"].shape == (0,)
+
+
+async def test_tied_tensors_are_stored_once_and_found_under_both_names(open_link: OpenLink) -> None:
+    embedding = torch.randn(100, 16)
+    tensors = {"embed": embedding, "norm": torch.ones(16), "head": embedding}
+    async with open_link() as link:
+        await link.sink.publish(0, tensors)
+        assert (await link.relay.status()).versions[0].num_bytes < 2 * embedding.nbytes
+        async with link.source.lease() as weights:
+            assert weights.tensors["head"].data_ptr() == weights.tensors["embed"].data_ptr()
+            assert torch.equal(weights.tensors["head"], embedding)
+
+
+async def test_views_of_one_tensor_that_differ_are_not_tied(open_link: OpenLink) -> None:
+    fused = torch.randn(6, 4)
+    tensors = {"q": fused[:2], "k": fused[2:4], "all": fused, "flipped": fused.t()}
+    async with open_link() as link:
+        await link.sink.publish(0, tensors)
+        async with link.source.lease() as weights:
+            for name, tensor in tensors.items():
+                assert torch.equal(weights.tensors[name], tensor)
+
+
+async def test_floats_are_cast_on_the_way_and_everything_else_is_kept(open_link: OpenLink) -> None:
+    wide = {"f32": torch.randn(64), "f64": torch.randn(8).double(), "f16": torch.randn(8).half()}
+    kept = {
+        "int": torch.arange(5),
+        "mask": torch.tensor([True, False]),
+        "fp8": torch.randn(8).to(torch.float8_e4m3fn),
+        "bf16": torch.randn(8).bfloat16(),
+    }
+    async with open_link("bfloat16") as link:
+        await link.sink.publish(0, wide | kept)
+        async with link.source.lease() as weights:
+            for name, tensor in wide.items():
+                assert same_bytes(weights.tensors[name], tensor.bfloat16()), name
+            for name, tensor in kept.items():
+                assert same_bytes(weights.tensors[name], tensor), name
+
+
+async def test_publishing_the_same_again_is_harmless(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        for version in (1, 2, 2, 2, 1, 3):
+            await link.sink.publish(version, filled(version))
+        assert await link.source.newest() == 3
+        async with link.source.lease(2) as weights:
+            assert weights.tensors["w"].unique() == 2
+
+
+async def test_a_version_never_changes(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        await link.sink.publish(1, filled(1))
+        with pytest.raises(RunFailed, match="version 1 is held already, with other weights"):
+            await link.sink.publish(1, filled(100))
+        with pytest.raises(RunFailed, match="version 1 is held already, with other weights"):
+            await link.sink.publish(1, {"other": torch.ones(3)})
+        async with link.source.lease(1) as weights:
+            assert weights.tensors["w"].unique() == 1
+        await link.sink.publish(2, filled(2))
+        assert await link.source.newest() == 2
+
+
+async def test_equal_weights_are_equal_even_in_memory_that_held_another_layout(open_link: OpenLink) -> None:
+    odd = {"a": torch.full((7,), -1, dtype=torch.int8), "b": torch.full((33,), -1, dtype=torch.int8)}
+    async with open_link() as link:
+        for version in range(KEEP_VERSIONS + 1):
+            await link.sink.publish(version, {"w": torch.full((1_000,), -1, dtype=torch.int32)})
+        await link.sink.publish(10, odd)
+        await link.sink.publish(11, filled(11))
+        await link.sink.publish(10, odd)
+        assert await link.source.newest() == 11
+
+
+async def test_a_waiting_reader_is_woken_by_the_publish(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        waiting = asyncio.create_task(link.source.wait_newer(None, 20.0))
+        await asyncio.sleep(0.02)
+        await link.sink.publish(5, filled(5))
+        assert await asyncio.wait_for(waiting, 1.0) == 5
+        assert await link.source.wait_newer(4, 20.0) == 5
+        assert await link.source.wait_newer(5, 0.01) == 5
+
+
+async def test_the_newest_versions_are_kept_and_older_ones_go(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        for version in range(8):
+            await link.sink.publish(version, filled(version))
+        for version in (6, 7):
+            async with link.source.lease(version) as weights:
+                assert weights.tensors["w"].unique() == version
+        with pytest.raises(WeightsUnavailable, match="does not hold version 2"):
+            async with link.source.lease(2):
+                pass
+
+
+async def test_a_leased_version_stays_as_it_is(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        await link.sink.publish(0, filled(0))
+        async with link.source.lease(0) as weights:
+            tensor = weights.tensors["w"]
+            for version in range(1, 8):
+                await link.sink.publish(version, filled(version))
+                assert tensor.unique() == 0
+            async with link.source.lease() as newest:
+                assert newest.tensors["w"].unique() == 7
+            assert weights.tensors["v"].unique() == 0
+        for version in range(8, 12):
+            await link.sink.publish(version, filled(version))
+        status = await link.relay.status()
+        assert 0 not in [held.version for held in status.versions]
+        assert status.num_slots <= KEEP_VERSIONS + 1
+
+
+async def test_pinned_versions_are_kept_until_the_pins_are_replaced(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        await link.relay.pin((0, 2))
+        for version in range(8):
+            await link.sink.publish(version, filled(version))
+        held = {v.version: v.pinned for v in (await link.relay.status()).versions}
+        assert held[0]
+        assert held[2]
+        assert not held[7]
+        await link.relay.pin(())
+        for version in range(8, 11):
+            await link.sink.publish(version, filled(version))
+        assert not {0, 2} & {v.version for v in (await link.relay.status()).versions}
+
+
+async def test_a_learner_that_goes_back_may_publish_other_weights_after_a_rewind(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        for version in range(5):
+            await link.sink.publish(version, filled(version))
+        async with link.source.lease(4) as old:
+            await link.relay.rewind(3)
+            assert await link.source.newest() == 3
+            for version in range(4, 9):
+                await link.sink.publish(version, filled(version + 100))
+            assert old.tensors["w"].unique() == 4
+        async with link.source.lease(8) as new:
+            assert new.tensors["w"].unique() == 108
+
+
+async def test_a_tensor_parallel_worker_sees_its_share(open_link: OpenLink) -> None:
+    tensors = {"column": torch.randn(8, 6), "row": torch.randn(6, 8), "whole": torch.randn(5)}
+    async with open_link() as link:
+        await link.sink.publish(0, tensors)
+        shares = []
+        for rank in range(4):
+            slices = {"column": Slice(dim=0, rank=rank, world_size=4), "row": Slice(dim=1, rank=rank, world_size=4)}
+            async with link.source.lease(None, slices) as weights:  # type: ignore[call-arg]
+                shares.append({name: tensor.clone() for name, tensor in weights.tensors.items()})
+        assert torch.equal(torch.cat([share["column"] for share in shares]), tensors["column"])
+        assert torch.equal(torch.cat([share["row"] for share in shares], dim=1), tensors["row"])
+        assert all(torch.equal(share["whole"], tensors["whole"]) for share in shares)
+        async with link.source.lease(None, {"whole": Slice(dim=0, rank=0, world_size=4)}) as weights:  # type: ignore[call-arg]
+            with pytest.raises(ValueError, match="no 4 equal parts"):
+                weights.tensors["whole"]
+
+
+async def test_a_publish_that_fails_half_way_leaves_nothing_visible(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        await link.sink.publish(0, filled(0))
+        for broken in ({"a": torch.ones(3), "b": torch.ones(3, device="meta")}, {"s": torch.ones(3).to_sparse()}):
+            with pytest.raises((NotImplementedError, ValueError)):
+                await link.sink.publish(1, broken)
+            assert await link.source.newest() == 0
+        assert (await link.relay.status()).incoming == ()
+        await link.sink.publish(1, filled(1))
+        assert await link.source.newest() == 1
+
+
+async def test_a_lease_that_is_over_gives_no_more_tensors(open_link: OpenLink) -> None:
+    async with open_link() as link:
+        await link.sink.publish(0, filled(0))
+        async with link.source.lease() as weights:
+            assert weights.tensors.compute_checksum() == weights.tensors.checksum  # type: ignore[attr-defined]
+        with pytest.raises(RuntimeError, match="lease of these weights is over"):
+            weights.tensors["w"]
+
+
+async def test_readers_do_not_hinder_each_other(open_link: OpenLink) -> None:
+    async def read(times: int) -> None:
+        for _ in range(times):
+            async with link.source.lease() as weights:
+                await asyncio.sleep(0)
+                assert weights.tensors["w"].unique() == weights.version
+
+    async with open_link() as link:
+        await link.sink.publish(0, filled(0))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(8):
+                group.create_task(read(10))
+            for version in range(1, 20):
+                await link.sink.publish(version, filled(version))
+        status = await link.relay.status()
+        assert status.newest == 19
+        assert not any(held.num_leases for held in status.versions)

@@ -1,0 +1,56 @@
+"""Hundreds of versions: nothing torn, nothing grows."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import relay_kit as kit
+from laminar.relay.publisher import WeightPublisher
+from laminar.relay.reader import WeightReader
+
+NUM_VERSIONS = 200
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "relay.sock"
+
+
+async def test_no_reader_ever_sees_a_torn_version(path: Path) -> None:
+    publisher = kit.process(kit.run_publisher, path, range(NUM_VERSIONS), 12, 20_000)
+    readers = [kit.process(kit.run_reader, path, NUM_VERSIONS - 1) for _ in range(2)]
+    with kit.process(kit.run_relay, path), readers[0] as (_, one), readers[1] as (_, two), publisher as (_, progress):
+        asyncio.get_running_loop().add_reader(progress.fileno(), progress.recv)  # or its full pipe would stop it
+        for pipe in (one, two):
+            assert await asyncio.to_thread(pipe.poll, 60.0), "the reader is silent"
+            torn, num_reads, num_versions = pipe.recv()
+            assert torn == []
+            assert num_reads > 50
+            assert num_versions > 20
+        asyncio.get_running_loop().remove_reader(progress.fileno())
+
+
+async def test_memory_and_descriptors_stay_flat(path: Path) -> None:
+    async def publish(first: int, last: int) -> None:
+        for version in range(first, last):
+            await publisher.publish(version, kit.weights(version, 30, 5_000))
+            async with reader.lease() as held:
+                assert held.version == version
+                assert kit.is_of(held.tensors["w3"], version)
+
+    with kit.process(kit.run_relay, path) as (_, pipe):
+        async with WeightPublisher(path, kit.SECRET) as publisher, WeightReader(path, kit.SECRET) as reader:
+            await publish(0, 30)
+            ours_before = kit.num_fds(), kit.private_bytes()
+            pipe.send("?")
+            relay_before = pipe.recv()
+            await publish(30, 330)
+            ours_after = kit.num_fds(), kit.private_bytes()
+            pipe.send("?")
+            relay_after = pipe.recv()
+            status = await reader.status()
+    assert status.num_slots == kit.KEEP_VERSIONS + 1
+    assert ours_after[0] == ours_before[0]
+    assert relay_after[0] == relay_before[0]
+    assert ours_after[1] < ours_before[1] + (4 << 20)
+    assert relay_after[1] < relay_before[1] + (2 << 20)

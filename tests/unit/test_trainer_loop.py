@@ -1,0 +1,270 @@
+"""The trainer loop against small neighbours that really do what the ports say, in memory."""
+
+import asyncio
+import itertools
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from laminar.config.training import TrainerConfig
+from laminar.schema.errors import PeerLost, RunFailed
+from laminar.schema.tokens import pack_ids, pack_logprobs
+from laminar.schema.trajectories import Experience, ExperienceGroup, Piece, Prompt
+from laminar.telemetry.vocabulary import problem
+from laminar.trainer import insisting
+from laminar.trainer.checkpoints import Checkpoints
+from laminar.trainer.loop import TrainerLoop
+
+
+def one_group(number: int) -> ExperienceGroup:
+    piece = Piece(token_ids=pack_ids([1, 2]), logprobs=pack_logprobs([-1, -1]), generated=True, version=0)
+    members = tuple(
+        Experience(
+            trajectory_id=f"{number}/{index}",
+            pieces=(piece,),
+            reward=float(index),
+            metrics={},
+            stop_reason="stop",
+            version=0,
+            staleness=0,
+        )
+        for index in range(2)
+    )
+    prompt = Prompt(prompt_id=str(number), token_ids=(1,), payload={})
+    return ExperienceGroup(group_id=f"group-{number}", prompt=prompt, members=members)
+
+
+class MemoryBuffer:
+    """Makes groups without end; remembers what each step took until it is committed or taken back."""
+
+    def __init__(self) -> None:
+        self.taken: dict[tuple[int, int], tuple[ExperienceGroup, ...]] = {}
+        self.returned: list[ExperienceGroup] = []
+        self.trained: set[str] = set()
+        self.evaluations: list[int] = []
+        self.ready = asyncio.Event()
+        self.ready.set()
+        self.num_lost_calls = 0
+        self._numbers = itertools.count()
+
+    def _lose_a_call(self) -> None:
+        if self.num_lost_calls > 0:
+            self.num_lost_calls -= 1
+            raise PeerLost("the data service restarts")
+
+    async def sample(self, step: int, part: int, num_groups: int, wait_s: float) -> tuple[ExperienceGroup, ...]:
+        self._lose_a_call()
+        try:
+            await asyncio.wait_for(self.ready.wait(), wait_s)
+        except TimeoutError:
+            return ()
+        if (step, part) not in self.taken:
+            fresh = (
+                self.returned.pop(0) if self.returned else one_group(next(self._numbers)) for _ in range(num_groups)
+            )
+            self.taken[step, part] = tuple(fresh)
+        return self.taken[step, part]
+
+    async def commit(self, step: int) -> None:
+        self._lose_a_call()
+        for key in [key for key in self.taken if key[0] <= step]:
+            self.trained |= {group.group_id for group in self.taken.pop(key)}
+
+    async def rewind(self, step: int) -> None:
+        self._lose_a_call()
+        for key in sorted(key for key in self.taken if key[0] > step):
+            self.returned.extend(self.taken.pop(key))
+
+    async def request_evaluation(self, version: int) -> None:
+        self._lose_a_call()
+        self.evaluations.append(version)
+
+
+class CountingLearner:
+    """Its only weight is the list of the groups that it was trained on."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def step(self, groups) -> dict[str, float]:
+        self.seen += [group.group_id for group in groups]
+        return {"loss": 0.5, "lr": 1e-3, "trained_tokens": 4}
+
+    def tensors(self) -> dict[str, list[str]]:
+        return {"seen": list(self.seen)}
+
+    def save(self, folder: Path) -> None:
+        (folder / "seen.json").write_text(json.dumps(self.seen))
+
+    def restore(self, folder: Path) -> None:
+        self.seen = json.loads((folder / "seen.json").read_text())
+
+
+class MemorySink:
+    def __init__(self) -> None:
+        self.published: dict[int, dict] = {}
+        self.reached: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    async def publish(self, version: int, tensors) -> float:
+        self.published[version] = dict(tensors)
+        self.reached[version].set()
+        return 0.25
+
+
+class MemoryManager:
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+        self.lost = False
+
+    async def published(self, version: int) -> None:
+        if self.lost:
+            raise PeerLost("the manager restarts")
+        self.heard.append(version)
+
+
+class MemoryEvents:
+    def __init__(self) -> None:
+        self.all: list[dict] = []
+
+    def emit(self, kind: str, **fields) -> None:
+        self.all.append({"kind": kind, **fields})
+
+    def of(self, kind: str) -> list[dict]:
+        return [event for event in self.all if event["kind"] == kind]
+
+
+class World:
+    """A trainer loop and its neighbours; a new loop on the same world is a trainer that was restarted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.buffer, self.sink, self.manager, self.events = (
+            MemoryBuffer(),
+            MemorySink(),
+            MemoryManager(),
+            MemoryEvents(),
+        )
+        self.learner = CountingLearner()
+
+    def loop(self, *, evaluate_every: int | None = 2, **rules) -> TrainerLoop:
+        checkpoint = {"every_steps": 2, "keep_last": 2}
+        config = TrainerConfig(
+            **{"num_steps": 5, "groups_per_step": 4, "mini_batches": 2, "checkpoint": checkpoint} | rules
+        )
+        self.learner = CountingLearner()
+        return TrainerLoop(
+            config,
+            evaluate_every=evaluate_every,
+            learner=self.learner,
+            buffer=self.buffer,
+            sink=self.sink,
+            manager=self.manager,
+            checkpoints=Checkpoints(self.folder, config.checkpoint),
+            events=self.events,
+        )
+
+
+@pytest.fixture
+async def world(tmp_path):
+    return World(tmp_path)
+
+
+async def test_every_version_is_drawn_trained_published_and_made_durable(world):
+    await world.loop().run()
+    assert [len(world.sink.published[version]["seen"]) for version in range(6)] == [0, 4, 8, 12, 16, 20]
+    assert world.manager.heard == [0, 1, 2, 3, 4, 5]
+    assert world.buffer.evaluations == [0, 2, 4, 5]
+    assert [event["step"] for event in world.events.of("checkpoint")] == [2, 4, 5]
+    assert len(world.buffer.trained) == 20
+    assert world.buffer.taken == {}
+
+
+async def test_what_is_emitted_keeps_to_the_vocabulary(world):
+    await world.loop().run()
+    steps = world.events.of("step")
+    assert [event["step"] for event in steps] == [1, 2, 3, 4, 5]
+    last = steps[-1]
+    assert (last["reward_mean"], last["tokens"], last["loss"], last["stall_s"]) == (0.5, 4 * 2 * 3, 0.5, 0.25)
+    assert last["consumed_staleness_mean"] == 4
+    assert last["trained_tokens"] == 8
+    for event in world.events.all:
+        assert problem({"t": 0.0, "source": "trainer"} | event) is None, event
+
+
+async def test_no_evaluation_is_asked_for_if_there_is_none(world):
+    await world.loop(evaluate_every=None).run()
+    assert world.buffer.evaluations == []
+
+
+async def test_a_restarted_trainer_goes_on_from_the_newest_checkpoint_and_trains_nothing_twice(world):
+    task = asyncio.create_task(world.loop().run())
+    await world.sink.reached[3].wait()
+    world.buffer.ready.clear()
+    task.cancel()
+    await asyncio.wait([task])
+    before = world.sink.published[2]["seen"]
+    world.buffer.ready.set()
+    world.sink.published.clear()
+    await world.loop().run()
+    assert min(world.sink.published) in (2, 4)
+    final = world.sink.published[5]["seen"]
+    assert final[:8] == before
+    assert len(final) == len(set(final)) == 20
+    assert set(final) == world.buffer.trained
+
+
+async def test_a_finished_run_that_is_started_again_only_publishes(world):
+    await world.loop().run()
+    world.sink.published.clear()
+    await world.loop().run()
+    assert list(world.sink.published) == [5]
+    assert world.buffer.evaluations == [0, 2, 4, 5, 5]
+
+
+async def test_a_data_service_that_restarts_is_waited_for(world, monkeypatch):
+    monkeypatch.setattr(insisting, "FIRST_PAUSE_S", 0.001)
+    world.buffer.num_lost_calls = 5
+    await world.loop().run()
+    assert len(world.buffer.trained) == 20
+
+
+async def test_a_data_service_that_stays_away_ends_the_run_with_one_sentence(world):
+    world.buffer.num_lost_calls = 10**9
+    with pytest.raises(
+        RunFailed, match=r"could not rewind the data service to step 0 within 0\.3 s; last error: the data"
+    ):
+        await world.loop(batch_deadline_s=0.3).run()
+
+
+async def test_a_batch_that_never_comes_ends_the_run_and_says_what_is_missing(world):
+    world.buffer.ready.clear()
+    with pytest.raises(RunFailed, match=r"waited 0\.3 s .* for 2 complete groups for mini-batch 0 of step 1"):
+        await world.loop(batch_deadline_s=0.3).run()
+
+
+async def test_a_lost_manager_does_not_stop_training(world):
+    world.manager.lost = True
+    await world.loop().run()
+    assert 5 in world.sink.published
+    assert len(world.events.of("command_failed")) == 6
+
+
+async def test_the_event_loop_stays_responsive_while_the_learner_works(world):
+    loop = world.loop(num_steps=1, mini_batches=1)
+    step = world.learner.step
+    blocked = asyncio.Event()
+    running = asyncio.get_running_loop()
+
+    def slow_step(groups):
+        asyncio.run_coroutine_threadsafe(set_event(blocked), running).result(timeout=5)
+        return step(groups)
+
+    world.learner.step = slow_step
+    await loop.run()
+    assert blocked.is_set()
+
+
+async def set_event(event: asyncio.Event) -> None:
+    event.set()
