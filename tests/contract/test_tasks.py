@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -58,3 +59,19 @@ async def test_any_text_gets_a_finite_reward_and_the_same_one_twice(task, answer
 
 def test_the_shipped_tasks_are_built_by_dotted_path():
     assert build_task("laminar.tasks.gcd:GcdTask", {"max_number": 20}).problems("train")
+
+
+def test_the_example_of_a_prompt_file_works(monkeypatch):
+    folder = Path(__file__).parents[2] / "recipes" / "prompt_file"
+    monkeypatch.syspath_prepend(str(folder))
+    options = {
+        "train": "train.jsonl",
+        "heldout": "heldout.jsonl",
+        "id_field": "id",
+        "reward": "rewards:last_number_is_right",
+    }
+    task = build_task("laminar.tasks.prompt_files:PromptFileTask", options)
+    assert len(task.problems("train")) == 200
+    for problem in task.problems("heldout"):
+        assert task.grade(problem, f"84-36=48#{problem.payload['solution']}") == 1.0
+        assert task.grade(problem, "84-36=48") == 0.0

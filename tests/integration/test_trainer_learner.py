@@ -54,12 +54,14 @@ def test_the_split_into_micro_batches_never_changes_the_gradient(model_path, los
         assert metrics == pytest.approx(whole_metrics, rel=1e-3, abs=1e-6)
 
 
-def test_skipping_sequences_without_advantage_changes_nothing_but_the_time(model_path, monkeypatch):
+def test_skipping_sequences_without_advantage_changes_nothing_but_the_time(model_path):
+    """By its dotted path the same objective is one of the user's, of which nothing is known."""
     groups = groups_with_an_idle_one(1)
-    skipping, running = (TorchLearner(model_path, trainer_config(), 0) for _ in range(2))
-    skipped = skipping.step(groups)
-    monkeypatch.setattr("laminar.trainer.learner.zero_advantage_is_idle", lambda rules: False)
-    run = running.step(groups)
+    skipping, running = (
+        TorchLearner(model_path, trainer_config(algorithm={"objective": objective}), 0)
+        for objective in ("clip", "laminar.trainer.losses:clip")
+    )
+    skipped, run = skipping.step(groups), running.step(groups)
     assert (skipped["sequences_skipped"], run["sequences_skipped"]) == (4, 0)
     assert skipped["sequences"] == run["sequences"] == 16
     assert skipped["loss"] == pytest.approx(run["loss"], rel=1e-5)
@@ -225,6 +227,15 @@ def test_a_disk_that_is_full_while_the_learner_saves_is_one_sentence(tmp_path, m
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, model_path):
+    (tmp_path / "saved").mkdir()
+    TorchLearner(model_path, trainer_config(), 0).save(tmp_path / "saved")
+    for name, other in (("wider", llama(hidden_size=64)), ("deeper", llama(num_hidden_layers=3)), ("other", qwen2())):
+        learner = TorchLearner(save_tiny_model(tmp_path / name, other), trainer_config(), 0)
+        with pytest.raises(RunFailed, match="another model"):
+            learner.restore(tmp_path / "saved")
 
 
 def test_what_cannot_work_is_one_sentence(tmp_path, model_path):

@@ -8,8 +8,7 @@ from trainer_kit import VOCABULARY, llama, qwen2
 from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from laminar.schema.errors import UserError
-from laminar.trainer import packed_model
-from laminar.trainer.packed_attention import PACKED_ATTENTION
+from laminar.trainer.packed_attention import PACKED_ATTENTION, causal_attention
 from laminar.trainer.packed_model import PackedModel, check_packed_forward
 from laminar.trainer.packing import pack
 from laminar.trainer.sequences import TrainSequence
@@ -52,15 +51,14 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS.keys())
 @pytest.mark.parametrize("chunked", [False, True])
-def test_packed_log_probs_and_gradients_are_those_of_each_sequence_alone(build, chunked, monkeypatch):
-    if chunked:
-        monkeypatch.setattr(packed_model, "MAX_CHUNK_LOGITS", 7 * VOCABULARY)
+def test_packed_log_probs_and_gradients_are_those_of_each_sequence_alone(build, chunked):
     model = build()
     batch = sequences([2, 3, 17, 20, 20, 22, 45, 90])
     own = torch.cat([own_logprobs(model, sequence, 0.7) for sequence in batch])
     wanted = gradients(model, (own * own.detach()).sum())
     model.set_attn_implementation(PACKED_ATTENTION)
-    packed = PackedModel(model, temperature=0.7)(pack(batch, "cpu"))
+    chunk_tokens = 7 if chunked else 1_000
+    packed = PackedModel(model, temperature=0.7, max_chunk_logits=chunk_tokens * VOCABULARY)(pack(batch, "cpu"))
     torch.testing.assert_close(packed, own, atol=1e-5, rtol=1e-5)
     for got, want in zip(gradients(model, (packed * packed.detach()).sum()), wanted, strict=True):
         torch.testing.assert_close(got, want, atol=1e-4 * want.abs().max().item(), rtol=1e-4)
@@ -74,6 +72,12 @@ def test_another_sequence_of_the_stream_changes_nothing():
     together, alone = scorer(pack(batch, "cpu")), scorer(pack(batch[1:2], "cpu"))
     first = batch[0].num_trained
     torch.testing.assert_close(together[first : first + len(alone)], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_repeated_heads_give_what_grouped_heads_give():
+    query, key, value = (torch.randn(2, heads, 9, 8, generator=torch.Generator().manual_seed(1)) for heads in (6, 2, 2))
+    grouped, repeated = (causal_attention(query, key, value, 0.3, kernel_groups_heads=known) for known in (True, False))
+    torch.testing.assert_close(grouped, repeated)
 
 
 def test_bfloat16_autocast_stays_close():

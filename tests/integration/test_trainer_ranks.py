@@ -24,7 +24,8 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=
 from trainer_kit import random_groups, trainer_config
 from laminar.trainer.learner import TorchLearner
 
-config = trainer_config(mini_batches=2, micro_batch_tokens=60, algorithm={"proximal": "recomputed", "kl_coefficient": 0.1})
+rules = {"proximal": "recomputed", "kl_coefficient": 0.1}
+config = trainer_config(mini_batches=2, micro_batch_tokens=60, algorithm=rules)
 learner = TorchLearner(folder / "model", config, seed=0)
 metrics = [learner.step(random_groups(step)) for step in range(4)]
 saved = folder / "saved"

@@ -105,6 +105,7 @@ def test_a_config_that_describes_no_decoder_is_refused(tmp_path: Path):
 
 def test_derived_numbers_are_those_of_the_arithmetic():
     text = explain(_config(rollout={"batch_trajectories": 120, "max_new_tokens": 1_000}), FACTS)
+    assert _row(text, "longest sequence").startswith("<= 3048  prompt 2048 + answer 1000 tokens; the model knows 1024")
     assert _row(text, "trajectories per step").startswith("256 ")
     assert _row(text, "batches per step").startswith("2.29 ")
     assert _row(text, "answer tokens per step").startswith("<= 256k ")

@@ -55,6 +55,9 @@ def test_every_number_is_computed_from_the_events():
         _evaluation(130, 10, 0.52),
         _event(131, "pulled", replica_id="replica-0", incarnation=1, version=3, seconds=0.1, freed_by_repack=True),
         _event(132, "pulled", replica_id="replica-1", incarnation=1, version=3, seconds=0.1, freed_by_repack=False),
+        _claimed(120, "replica-0/1/1", 3),
+        _claimed(121, "replica-1/1/1", 3),
+        _event(134, "adopted", from_lease="replica-0/1/1", to_lease="replica-1/1/1", version=3, num_trajectories=6),
         _event(133, "repack", version=3, moves=[{"source": "a", "target": "b", "num_trajectories": 7}], num_released=1),
         _event(150, "run_finished", reason="finished"),
     ]
@@ -64,7 +67,7 @@ def test_every_number_is_computed_from_the_events():
     assert summary["time_to_accuracy"] == {"0.5": 20, "0.6": None, "0.7": None, "0.8": None, "0.9": None}
     assert (summary["trajectories"], summary["tokens"], summary["tokens_per_s"]) == (4, 400, 8)
     assert (summary["staleness_mean"], summary["staleness_max"]) == (1.5, 3)
-    assert (summary["repacks"], summary["moved_trajectories"]) == (1, 7)
+    assert (summary["repacks"], summary["moved_trajectories"]) == (1, 6)
     assert (summary["pulls"], summary["pulls_after_repack"]) == (2, 1)
     assert (summary["dropped"], summary["dropped_reasons"]) == (1, {"too long": 1})
     assert (summary["steps"], summary["exit_reason"], summary["resumes"]) == (1, "finished", 0)
@@ -86,6 +89,14 @@ def test_a_resumed_run_counts_only_the_time_it_was_alive_and_what_was_not_undone
     assert (summary["steps"], summary["resumes"], summary["exit_reason"]) == (3, 1, "stopped by SIGINT")
     assert summary["heldout_accuracy_final"] == 0.6
     assert summary["time_to_accuracy"]["0.6"] == 12 + 8
+
+
+def test_what_went_on_elsewhere_after_a_failure_is_counted_apart():
+    lost = _event(3, "replica_lost", replica_id="replica-0", incarnation=1, reason="killed")
+    adopted = {"from_lease": "replica-0/1/1", "to_lease": "replica-1/1/1", "version": 1, "num_trajectories": 5}
+    summary = summary_of([_claimed(1, "replica-0/1/1", 1), lost, _event(4, "adopted", **adopted)])
+    assert (summary["moved_trajectories"], summary["rescued_trajectories"]) == (0, 5)
+    assert (summary["failures"], summary["restarts"]) == (1, 0)
 
 
 def test_a_run_without_events_has_a_summary_without_numbers(tmp_path: Path):

@@ -2,7 +2,7 @@ from itertools import pairwise
 
 from test_dashboard_synthetic import synthetic_events
 
-from laminar.dashboard.timeline import Timeline, build_timeline, replica_of
+from laminar.dashboard.timeline import Timeline, build_timeline, replica_of, without_downtime
 from laminar.telemetry.vocabulary import to_facts
 
 
@@ -99,6 +99,13 @@ def test_slices_of_one_replica_never_overlap_in_a_whole_run():
             assert one.start <= one.end <= after.start
     assert line.begin < min(batch.start for batch in line.batches)
     assert max(batch.end for batch in line.batches) <= line.end
+
+
+def test_time_away_between_two_starts_is_left_out():
+    events = [_start(0), _claimed(1, "replica-0/1/1"), _start(100, "resumed", step=0), _claimed(103, "replica-0/2/1")]
+    facts = list(to_facts({"t": t, "source": "test", "kind": kind, **fields} for t, kind, fields in events))
+    assert [fact.t for fact in without_downtime(facts)] == [0, 1, 1, 4]
+    assert without_downtime([]) == []
 
 
 def test_replicas_come_in_the_order_of_their_numbers():

@@ -1,4 +1,4 @@
-"""The command line: `laminar train | status | inspect | plot`.
+"""The command line.
 
 Invariant: importing this module loads neither torch nor ray; `--help` answers in under half a second.
 """
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from laminar.cli import inspecting
+from laminar.cli.views import View
 from laminar.schema.errors import LaminarError, UserError
 
 app = typer.Typer(
@@ -19,8 +19,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # importing rich takes longer than all the rest
 )
-app.add_typer(inspecting.app, name="inspect")
-
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, live or finished.")]
 
 
@@ -59,6 +57,27 @@ def plot(run: RunFolder) -> None:
     from laminar.cli import watching
 
     watching.plot(run)
+
+
+@app.command()
+def export(run: RunFolder, folder: Annotated[Path, typer.Argument(help="New folder.")]) -> None:
+    """Write the newest checkpoint's model in Hugging Face format."""
+    from laminar.cli import exporting
+
+    exporting.export(run, folder)
+
+
+@app.command()
+def inspect(
+    run: RunFolder,
+    view: Annotated[View, typer.Argument(help="What to show.")],
+    which: Annotated[str | None, typer.Argument(metavar="[ID]", help="With prompt and trajectory.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value instead of lines.")] = False,
+) -> None:
+    """Show what became of each prompt and trajectory."""
+    from laminar.cli import inspecting
+
+    sys.exit(inspecting.inspect(run, view, which, as_json=as_json))
 
 
 def main() -> None:

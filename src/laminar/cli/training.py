@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from laminar.cli import watching
+from laminar.cli import exporting, watching
 from laminar.config.loading import dump_config, load_recipe
 from laminar.config.run_config import RunConfig
 from laminar.schema.errors import UserError
@@ -73,6 +73,7 @@ def _run(config: RunConfig, folder: Path, facts: "RunFacts", resume_step: int | 
     with run_folder.locked(folder):
         try:
             train_run(config, folder, facts, resume_step, show)
+            exporting.export(folder, folder / run_folder.EXPORT, replace=True)
         finally:
             watching.report(folder)
 

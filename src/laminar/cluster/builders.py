@@ -10,13 +10,13 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from laminar.cluster.ports import ActorReplicas, port_to, replica_name
-from laminar.cluster.run_folder import CHECKPOINTS, JOURNAL
+from laminar.cluster.run_folder import CHECKPOINTS
 from laminar.cluster.shell import Place, Service, Spec
 from laminar.tasks.grading import AnyGrader
 from laminar.tasks.loading import build_task
 from laminar.tasks.protocol import InteractiveTask
 from laminar.telemetry.events import EventLog
-from laminar.telemetry.files import EVENTS
+from laminar.telemetry.files import EVENTS, JOURNAL
 
 FLUSH_EVENTS_S = 0.2
 """What a killed process did not write is at most so old."""

@@ -1,7 +1,8 @@
 """The Ray instance of one run: started by this process, gone with it.
 
-Invariant: all processes of the instance are children of this process (the kernel ends them with it, SIGKILL included), and
-all its files lie in one scratch folder that carries our process id, so that the next start can sweep what a SIGKILL left.
+Invariant: all processes of the instance are children of this process (the kernel ends them with it, SIGKILL included),
+and all its files lie in one scratch folder that carries our process id, so that the next start can sweep what a SIGKILL
+left.
 """
 
 import logging
@@ -55,6 +56,8 @@ def ray_instance(namespace: str) -> Iterator[Path]:
             configure_logging=True,
             _temp_dir=str(scratch / "ray"),
         )
+        # Ray prints a paragraph on every process that dies; the run's own events say it in a line.
+        ray._private.worker.print_to_stdstream = lambda *_: None
         yield scratch
     finally:
         ray.shutdown()

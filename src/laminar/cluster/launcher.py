@@ -1,6 +1,6 @@
 """Start the processes of a run, watch them, carry out the manager's orders, stop them all.
 
-Invariant: every process of the run is a child of the Ray instance that this process started, so that nothing outlives it.
+Invariant: every process of the run is a child of the Ray instance that this process started; nothing outlives it.
 """
 
 import asyncio
@@ -34,6 +34,9 @@ STOP_S = 5.0
 
 EVALUATION_WAIT_S = 300.0
 """The last evaluation takes one batch of one replica."""
+
+MAX_CALLS = 10_000
+"""Calls that may wait in one process at a time; each waiting claim or sample is one."""
 
 ORDERS_WAIT_S = 10.0
 """Length of one call for orders; an order is answered at once."""
@@ -87,8 +90,13 @@ class Launcher:
             replica_id=replica_id,
             incarnation=incarnation,
         )
-        num_gpus = gpus_of(name, self._config)
-        options = {"name": name, "namespace": self._place.run_id, "num_gpus": num_gpus}
+        options = {
+            "name": name,
+            "namespace": self._place.run_id,
+            "num_cpus": 0,
+            "num_gpus": gpus_of(name, self._config),
+            "max_concurrency": MAX_CALLS,
+        }
         self._handles[name] = shell.Shell.options(**options).remote(build, spec)  # type: ignore[attr-defined]
 
     async def _until_it_ends(self, name: str) -> None:

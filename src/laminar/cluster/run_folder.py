@@ -23,7 +23,6 @@ from laminar.config.loading import dump_config
 from laminar.config.run_config import RunConfig
 from laminar.schema.errors import UserError
 
-JOURNAL = "journal.sqlite"
 CHECKPOINTS = "checkpoints"
 EXPORT = "export"
 

@@ -48,7 +48,7 @@ class Service(Protocol):
 Builder = Callable[[Spec], AbstractAsyncContextManager[Service]]
 
 
-@ray.remote(num_cpus=0, max_concurrency=10_000, max_restarts=0)
+@ray.remote
 class Shell:
     """One actor process around one service."""
 

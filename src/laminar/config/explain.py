@@ -79,7 +79,7 @@ def model_facts(model_path: Path) -> ModelFacts:
 def explain(config: RunConfig, model: ModelFacts) -> str:
     """The derived numbers, by topic, with the arithmetic beside each."""
     topics = {
-        "model": _model(model),
+        "model": _model(config, model),
         "work": _work(config),
         "staleness": _staleness(config),
         "memory": _memory(config, model),
@@ -102,10 +102,13 @@ def _lines(name: str, value: str, why: str) -> list[str]:
     return [f"  {name:<28}{value:>14}  {first}", *(" " * 46 + more for more in rest)]
 
 
-def _model(model: ModelFacts) -> list[Row]:
+def _model(config: RunConfig, model: ModelFacts) -> list[Row]:
+    prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    knows = "" if model.num_positions is None else f"; the model knows {model.num_positions} positions"
     return [
         ("parameters", _count(model.num_parameters), f"{model.dtype}, {model.num_layers} layers"),
         ("weights", _size(model.weight_bytes), "as stored"),
+        ("longest sequence", f"<= {prompt + answer}", f"prompt {prompt} + answer {answer} tokens{knows}"),
     ]
 
 

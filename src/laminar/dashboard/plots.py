@@ -17,7 +17,7 @@ from laminar.dashboard import style
 from laminar.dashboard.lanes import draw_lanes
 from laminar.dashboard.summary import accuracy_curve
 from laminar.dashboard.text import count, percent
-from laminar.dashboard.timeline import build_timeline
+from laminar.dashboard.timeline import build_timeline, without_downtime
 from laminar.telemetry.files import EVENTS, PLOTS
 from laminar.telemetry.reading import read_facts
 from laminar.telemetry.vocabulary import Evaluation, Fact, Step, Trajectory, undone_by
@@ -31,7 +31,7 @@ THROUGHPUT_WINDOW_S = 10.0
 
 def write_plots(run_folder: Path, facts: Sequence[Fact] | None = None) -> list[Path]:
     """Draw every picture that the run has data for; returns the files."""
-    facts = read_facts(run_folder / EVENTS) if facts is None else facts
+    facts = without_downtime(read_facts(run_folder / EVENTS) if facts is None else facts)
     folder = run_folder / PLOTS
     folder.mkdir(exist_ok=True)
     written: list[Path] = []

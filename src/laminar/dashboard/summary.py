@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from laminar.dashboard.state import RunView, fold
-from laminar.dashboard.timeline import Timeline, build_timeline
+from laminar.dashboard.timeline import Timeline, build_timeline, without_downtime
 from laminar.telemetry.files import EVENTS, SUMMARY
 from laminar.telemetry.metrics import metrics_rows
 from laminar.telemetry.reading import read_events
@@ -37,12 +37,11 @@ def write_summary(run_folder: Path, events: Sequence[dict[str, Any]] | None = No
 
 def summary_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The summary of these events."""
-    facts = sorted(to_facts(events), key=lambda fact: fact.t)
-    view = fold(RunView(), facts)
-    sessions = _sessions(facts)
-    wall_s = sum(end - start for start, end in sessions)
-    trained = [fact for fact in facts if isinstance(fact, Trajectory) and fact.purpose == "training"]
-    tokens = sum(fact.tokens for fact in trained)
+    facts = without_downtime(sorted(to_facts(events), key=lambda fact: fact.t))
+    view, timeline = fold(RunView(), facts), build_timeline(facts)
+    wall_s = timeline.end - timeline.begin
+    answers = [fact for fact in facts if isinstance(fact, Trajectory) and fact.purpose == "training"]
+    tokens = sum(fact.tokens for fact in answers)
     curve = accuracy_curve(facts)
     return {
         "name": view.name,
@@ -50,26 +49,27 @@ def summary_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "exit_reason": view.exit_reason,
         "heldout_accuracy_start": curve[0].accuracy if curve else None,
         "heldout_accuracy_final": curve[-1].accuracy if curve else None,
-        "time_to_accuracy": _times_to(curve, sessions),
+        "time_to_accuracy": _times_to(curve, timeline.begin),
         "wall_s": round(wall_s, 3),
         "steps": len(metrics_rows(events)),
-        "trajectories": len(trained),
+        "trajectories": len(answers),
         "tokens": tokens,
         "tokens_per_s": round(tokens / wall_s, 2) if wall_s else None,
-        "response_tokens_mean": round(tokens / len(trained), 2) if trained else None,
+        "response_tokens_mean": round(tokens / len(answers), 2) if answers else None,
         "staleness_mean": None if view.staleness_mean is None else round(view.staleness_mean, 4),
         "staleness_max": max(view.staleness, default=None),
-        "max_versions_apart": max_versions_apart(build_timeline(facts)),
+        "max_versions_apart": max_versions_apart(timeline),
         "repacks": view.num_repacks,
-        "moved_trajectories": view.num_moved,
+        "moved_trajectories": sum(move.num_trajectories for move in timeline.moves if not move.after_failure),
+        "rescued_trajectories": sum(move.num_trajectories for move in timeline.moves if move.after_failure),
         "pulls": view.num_pulls,
         "pulls_after_repack": view.num_pulls_after_repack,
         "failures": view.num_losses,
         "restarts": view.num_restarts,
+        "resumes": max(0, sum(undone_by(fact) is not None for fact in facts) - 1),
         "dropped": view.num_dropped,
         "dropped_reasons": dict(view.drop_reasons.most_common()),
         "events_dropped": view.num_events_dropped,
-        "resumes": max(0, len(sessions) - 1),
     }
 
 
@@ -99,24 +99,10 @@ def max_versions_apart(timeline: Timeline) -> int | None:
     return widest
 
 
-def _sessions(facts: Sequence[Fact]) -> list[tuple[float, float]]:
-    """From each start of the run to its last event before the next start."""
-    sessions: list[tuple[float, float]] = []
-    for fact in facts:
-        if undone_by(fact) is not None or not sessions:
-            sessions.append((fact.t, fact.t))
-        sessions[-1] = (sessions[-1][0], fact.t)
-    return sessions
-
-
-def _times_to(curve: Sequence[Evaluation], sessions: Sequence[tuple[float, float]]) -> dict[str, float | None]:
-    """Seconds that the run had been alive when an evaluation first reached each mark."""
+def _times_to(curve: Sequence[Evaluation], begin: float) -> dict[str, float | None]:
+    """Seconds from the start of the run until an evaluation first reached each mark."""
     times: dict[str, float | None] = {}
     for mark in ACCURACY_MARKS:
         reached = next((one.t for one in curve if one.accuracy >= mark), None)
-        times[str(mark)] = None if reached is None else round(_alive_s(reached, sessions), 3)
+        times[str(mark)] = None if reached is None else round(reached - begin, 3)
     return times
-
-
-def _alive_s(t: float, sessions: Sequence[tuple[float, float]]) -> float:
-    return sum(max(0.0, min(t, end) - start) for start, end in sessions)

@@ -3,10 +3,11 @@
 Invariant: slices of one batch do not overlap, and every slice that was begun has an end, at the latest the run's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from laminar.telemetry.vocabulary import (
     Adopted,
@@ -91,6 +92,18 @@ def build_timeline(facts: Iterable[Fact]) -> Timeline:
     for fact in facts:
         builder.add(fact)
     return builder.finish()
+
+
+def without_downtime(facts: Sequence[Fact]) -> list[Fact]:
+    """The same events as if a run that was resumed had never been away: each start follows its last event at once."""
+    away_s, last = 0.0, None
+    moved: list[Fact] = []
+    for fact in facts:
+        if last is not None and undone_by(fact) is not None:
+            away_s += fact.t - last
+        last = fact.t
+        moved.append(replace(fact, t=fact.t - away_s) if away_s else fact)
+    return moved
 
 
 def replica_of(lease_id: str) -> tuple[str, int]:

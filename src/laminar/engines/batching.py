@@ -126,6 +126,10 @@ class Batcher:
     def num_pages_used(self) -> int:
         return self.rules.num_pages - len(self._free_pages)
 
+    def decoding(self) -> list[LiveRequest]:
+        """Those that draw a token in the planned iteration, oldest first."""
+        return [live for live in self.running if live in self._decoding]
+
     def check(self, request: Request) -> None:
         """Raise ValueError if the request could never fit."""
         num_tokens = len(request.token_ids) + request.max_new_tokens

@@ -10,17 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from laminar.engines.batching import LiveRequest
+from laminar.engines.counter_hash import fold_seed, uniforms
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draws:
-    """How each row draws its next token; the flags choose a code path without looking at every row."""
+class SamplingView:
+    """Sampling parameters per row, and what holds for all or any of them."""
 
-    seeds: Ints
-    indices: Ints
     temperatures: Floats
     top_ps: Floats
     top_ks: Ints
@@ -59,7 +58,7 @@ class DecodeRows:
         self._valid = np.zeros(num_pages + 1, np.int64)
         self._count = np.zeros(max_rows, np.int64)
         self._view: PageView | None = None
-        self._draws: Draws | None = None
+        self._sampling: SamplingView | None = None
 
     def __len__(self) -> int:
         return len(self._lives)
@@ -100,14 +99,18 @@ class DecodeRows:
         self._row_of[live] = row
         position = len(live.token_ids) - 1
         full, offset = divmod(position, self._page_tokens)
-        seed = (live.request.seed + 2**63) % 2**64 - 2**63
+        seed = fold_seed(live.request.seed)
         self._ints[:, row] = (live.token_ids[-1], position, pages[full], offset, seed, live.num_answered)
-        self._top_k[row], self._top_p[row], self._temperature[row] = sampling.top_k, sampling.top_p, sampling.temperature
+        self._top_k[row], self._top_p[row], self._temperature[row] = (
+            sampling.top_k,
+            sampling.top_p,
+            sampling.temperature,
+        )
         self._count[row] = len(pages)
         self._table[row, : len(pages)] = pages
         self._owner[pages] = row
         self._valid[pages[:full]] = self._page_tokens
-        self._view = self._draws = None
+        self._view = self._sampling = None
 
     def grow(self, live: LiveRequest) -> None:
         """The request got one more page, which takes its next token."""
@@ -123,7 +126,7 @@ class DecodeRows:
         row = self._row_of.pop(live, None)
         if row is None:
             return
-        self._view = self._draws = None
+        self._view = self._sampling = None
         pages = self._table[row, : self._count[row]]
         self._valid[pages] = self._owner[pages] = 0
         pages[:] = 0
@@ -162,14 +165,12 @@ class DecodeRows:
             self._view = PageView(owner=self._owner[:span], valid=self._valid[:span], table=table, width=width)
         return self._view
 
-    def draws(self) -> Draws:
-        """The same object as before if no row came or went; `indices` advances in place."""
-        if self._draws is None:
+    def sampling(self) -> SamplingView:
+        """The same object as before if no row came or went."""
+        if self._sampling is None:
             rows = slice(0, len(self))
             temperatures, top_ps, top_ks = self._temperature[rows], self._top_p[rows], self._top_k[rows]
-            self._draws = Draws(
-                seeds=self._seed[rows],
-                indices=self._index[rows],
+            self._sampling = SamplingView(
                 temperatures=temperatures,
                 top_ps=top_ps,
                 top_ks=top_ks,
@@ -177,7 +178,11 @@ class DecodeRows:
                 any_greedy=bool((temperatures == 0.0).any()),
                 any_filtered=bool(((top_ps < 1.0) | (top_ks > 0)).any()),
             )
-        return self._draws
+        return self._sampling
+
+    def uniforms(self) -> NDArray[np.float64]:
+        """The number that decides each row's next token."""
+        return uniforms(self._seed[: len(self)], self._index[: len(self)])
 
     def advance(self, token_ids: list[int]) -> None:
         """Every row drew a token: it is the next input."""

@@ -6,8 +6,8 @@ from typing import Any
 
 from laminar.engines.rope import SCALINGS, rope_parameters
 
-FAMILIES = {"llama": "attention_bias", "qwen2": True, "qwen3": "attention_bias"}
-"""Model types we run, and whether query, key and value have a bias (or the config key that says so)."""
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Values of model_type that we run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,7 @@ def shape_of(config: dict[str, Any]) -> DecoderShape:
     ):
         if problem:
             raise ValueError(f"the torch engine does not support {problem}")
-    bias = FAMILIES[family]
-    qkv_bias = bool(config[bias]) if isinstance(bias, str) else bias
+    attention_bias = bool(config.get("attention_bias"))
     num_heads = config["num_attention_heads"]
     return DecoderShape(
         num_layers=config["num_hidden_layers"],
@@ -68,8 +67,8 @@ def shape_of(config: dict[str, Any]) -> DecoderShape:
         max_positions=config["max_position_embeddings"],
         norm_eps=config["rms_norm_eps"],
         tied=config["tie_word_embeddings"],
-        qkv_bias=qkv_bias,
-        output_bias=qkv_bias and family != "qwen2",
+        qkv_bias=attention_bias or family == "qwen2",
+        output_bias=attention_bias and family != "qwen2",
         mlp_bias=bool(config.get("mlp_bias")),
         qk_norm=family == "qwen3",
         rope=rope,

@@ -88,7 +88,9 @@ class Llama:
         self._head = Projection(shape.hidden, [shape.vocab], bias=False, dtype=dtype, device=device)
         own_embedding = not (shape.tied and self._head.weight_NK.is_contiguous())
         self._embedding = (
-            torch.zeros(shape.vocab, shape.hidden, dtype=dtype, device=device) if own_embedding else self._head.weight_NK
+            torch.zeros(shape.vocab, shape.hidden, dtype=dtype, device=device)
+            if own_embedding
+            else self._head.weight_NK
         )
         self._rotations = rotations(shape.head_dim, shape.max_positions, shape.rope).to(device)
 
@@ -107,10 +109,9 @@ class Llama:
         for slot in slots:
             if slot.name not in tensors:
                 raise ValueError(f"the weights lack {slot.name}")
-            if tensors[slot.name].shape != slot.target.shape:
-                raise ValueError(
-                    f"{slot.name} has shape {tuple(tensors[slot.name].shape)}, the model needs {tuple(slot.target.shape)}"
-                )
+            given, needed = tuple(tensors[slot.name].shape), tuple(slot.target.shape)
+            if given != needed:
+                raise ValueError(f"{slot.name} has shape {given}, the model needs {needed}")
         for slot in slots:
             source = tensors[slot.name]
             slot.target.copy_(interleave(source, self._shape.head_dim) if slot.interleaved else source)
@@ -138,13 +139,14 @@ class Llama:
         shape = self._shape
         qkv = layer.qkv(rms_norm(x_RE, layer.attention_norm, shape.norm_eps)).contiguous()
         heads_RHD = qkv.view(len(qkv), -1, shape.head_dim)
-        query_key, value_RHD = heads_RHD.split([shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], 1)
+        query_key, value_RHD = torch.split(heads_RHD, [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = query_key.split([shape.num_heads, shape.num_kv_heads], 1)
+            query, key = torch.split(query_key, [shape.num_heads, shape.num_kv_heads], 1)
             query = rms_norm(query, layer.query_norm, shape.norm_eps)
             query_key = torch.cat([query, rms_norm(key, layer.key_norm, shape.norm_eps)], 1)
-        query_RHD, key_RHD = rotate(query_key, rotations_RD).split([shape.num_heads, shape.num_kv_heads], 1)
-        return query_RHD.unflatten(1, (shape.num_kv_heads, -1)), key_RHD, value_RHD
+        rotated = rotate(query_key, rotations_RD)
+        query_RHD, key_RHD = torch.split(rotated, [shape.num_heads, shape.num_kv_heads], 1)
+        return torch.unflatten(query_RHD, 1, (shape.num_kv_heads, -1)), key_RHD, value_RHD
 
 
 def attend(

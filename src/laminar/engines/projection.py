@@ -34,10 +34,10 @@ class Projection:
 
     def weights(self) -> tuple[Tensor, ...]:
         """Writable view of each fused matrix."""
-        return self.weight_NK.split(self._sizes)
+        return torch.split(self.weight_NK, self._sizes)
 
     def biases(self) -> tuple[Tensor, ...]:
-        return () if self.bias_N is None else self.bias_N.split(self._sizes)
+        return () if self.bias_N is None else torch.split(self.bias_N, self._sizes)
 
     def __call__(self, x_RK: Tensor, onto_RN: Tensor | None = None) -> Tensor:
         """The product, added to `onto_RN` if given; rows need not be contiguous in the result."""

@@ -55,10 +55,10 @@ def rotations(head_dim: int, num_positions: int, rope: Parameters) -> Tensor:
 
 def interleave(rows: Tensor, head_dim: int) -> Tensor:
     """Reorder dim 0, [heads * head_dim, ...], so that each head's partners (i, i + head_dim / 2) become neighbours."""
-    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
+    return torch.unflatten(rows, 0, (-1, 2, head_dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def rotate(x_RHD: Tensor, rotations_RD: Tensor) -> Tensor:
     """Turn interleaved heads to their positions; in float32 whatever the dtype."""
-    pairs = torch.view_as_complex(x_RHD.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(torch.unflatten(x_RHD.float(), -1, (-1, 2)))
     return torch.view_as_real(pairs * rotations_RD.unsqueeze(1)).flatten(-2).to(x_RHD.dtype)

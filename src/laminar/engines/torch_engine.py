@@ -1,7 +1,7 @@
 """Our engine in ordinary PyTorch, CPU or GPU: an event-loop shell around `TorchRunner`.
 
-Invariant: at most one call touches the runner at a time, in its own thread, and a cancelled caller waits for that thread
-before it lets go. Tokens that a cancelled `step` did not report are reported by the next `step` or `abort`.
+Invariant: at most one call touches the runner at a time, in its own thread, and a cancelled caller waits for that
+thread before it lets go. Tokens that a cancelled `step` did not report are reported by the next `step` or `abort`.
 """
 
 import asyncio
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from laminar.engines.protocol import EngineLoad, Output, Request
-from laminar.engines.torch_runner import TorchEngineRules, TorchRunner
+from laminar.engines.rules import TorchEngineRules
+from laminar.engines.torch_runner import TorchRunner
 
 __all__ = ["TorchEngine", "TorchEngineRules"]
 

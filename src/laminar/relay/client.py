@@ -146,6 +146,7 @@ class Connection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._end()  # a task that was cancelled before its first step has done nothing
 
     async def _send(self, call: Call) -> None:
         try:
@@ -174,9 +175,7 @@ class Connection:
         except (BadFrame, msgspec.DecodeError) as error:
             self._break(PeerLost(f"the relay does not keep to the protocol: {error}"))
         finally:
-            self._break(PeerLost("the connection to the relay was closed"))
-            self.maps.clear()
-            self._frames.close()
+            self._end()
 
     def _learn(self, reply: Reply) -> None:
         if isinstance(reply, Leased | Reserved):
@@ -199,6 +198,11 @@ class Connection:
         with contextlib.suppress(PeerLost):
             async with self._sending:
                 await self._send(Call(next(self._numbers), request))
+
+    def _end(self) -> None:
+        self._break(PeerLost("the connection to the relay was closed"))
+        self.maps.clear()
+        self._frames.close()
 
     def _break(self, error: PeerLost) -> None:
         if self._lost is None:

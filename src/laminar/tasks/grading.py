@@ -6,28 +6,28 @@ and no process outlives the grader: not after `close`, and not when the service 
 
 import asyncio
 import contextlib
-import os
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
-import psutil
 from msgspec import Struct
 
 from laminar.schema.errors import UserError
 from laminar.schema.trajectories import Grade, Unscorable
-from laminar.tasks.grading_worker import FRAME_HEADER, GradeCall, NotReady, Ready, WorkerSetup
+from laminar.tasks.grading_worker import FRAME_HEADER, SIGNAL_EXIT_BASE, GradeCall, NotReady, Ready, WorkerSetup
 from laminar.tasks.protocol import Problem, Task
 from laminar.tasks.verdicts import verdict
 
 START_TIMEOUT_S = 60.0
 """A worker imports the user's module first; on a cold network file system that takes tens of seconds."""
+
+KILL_TIMEOUT_S = 10.0
+"""A supervisor that has not cleared up after so long is stopped or stuck; the kernel then kills the worker with it."""
 
 _LAUNCH = (
     "import sys; sys.path.insert(0, sys.argv[2]); from laminar.tasks.grading_worker import main; main(int(sys.argv[1]))"
@@ -127,10 +127,11 @@ class Grader:
             return
         self._closed = True
         await asyncio.gather(*[self._discard(worker) for worker in list(self._workers)])
-        for _ in range(self._rules.num_workers):
-            worker = await self._idle.get()
+        for worker in [await self._idle.get() for _ in range(self._rules.num_workers)]:
             if worker is not None:
                 worker.socket.close()
+            # For calls that still wait, so that they learn of the end.
+            self._idle.put_nowait(None)
 
     @contextlib.asynccontextmanager
     async def _a_worker(self) -> AsyncIterator["_Worker"]:
@@ -191,7 +192,7 @@ class Grader:
 
 
 class _Worker:
-    """A child process in a session of its own, and our end of the socket to it.
+    """A child process (see `grading_worker`) in a session of its own, and our end of the socket to it.
 
     `broken` once an exchange failed or was cancelled; the socket is closed then, and only `kill` is left to do. An idle
     worker's socket is closed by whoever discards it.
@@ -241,28 +242,17 @@ class _Worker:
         return received
 
     def kill(self) -> None:
-        """Kill the process, its group and whatever children moved out of the group; wait until it is gone."""
-        for child in self._frozen_descendants():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
-        self._signal_group(signal.SIGKILL)
-        self._process.wait()
-
-    def _frozen_descendants(self) -> list[psutil.Process]:
-        """Our child's children, after it was stopped, so that it starts no more of them meanwhile."""
-        self._signal_group(signal.SIGSTOP)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(self._process.pid)
-            while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-                time.sleep(0.001)
-            return process.children(recursive=True)
-        return []
-
-    def _signal_group(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, number)
+        """Hang up, at which the supervisor kills everything below itself; wait until it is gone."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(timeout=KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
     def describe_end(self) -> str:
-        """How the process ended; call it after `kill`."""
+        """How the worker ended; call it after `kill`."""
         code = self._process.returncode
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        signal_number = -code if code < 0 else code - SIGNAL_EXIT_BASE
+        return f"killed by {signal.Signals(signal_number).name}" if signal_number > 0 else f"exit code {code}"

@@ -1,8 +1,11 @@
-"""The child process of `grading.Grader`: build the task, then grade one answer after the other.
+"""The child processes of `grading.Grader`: a supervisor, and below it the worker that runs the user's code.
 
-Invariant: it ends, with its children, when the process that started it does, even if user code never returns.
+Invariant: when the grader hangs up, for whatever reason, or the worker ends, all processes below the supervisor are
+killed, in whatever session they are, and it ends as the last. The worker alone could not promise that: a regular
+expression that backtracks for ever holds the interpreter lock, and a process that is killed takes nobody along.
 """
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -11,10 +14,10 @@ import signal
 import socket
 import struct
 import sys
-import threading
 from typing import Any
 
 import msgspec
+import psutil
 from msgspec import Struct
 
 from laminar.schema.errors import UserError
@@ -25,8 +28,11 @@ from laminar.tasks.verdicts import user_line, verdict
 FRAME_HEADER = struct.Struct("<I")
 """A message on the socket is its length, then its msgpack."""
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """From linux/prctl.h."""
+
+SIGNAL_EXIT_BASE = 128
+"""The supervisor of a worker that signal n killed exits with 128 + n, as a shell does."""
 
 
 class WorkerSetup(Struct, frozen=True, kw_only=True):
@@ -56,15 +62,66 @@ class GradeCall(Struct, frozen=True, kw_only=True):
 
 
 def main(descriptor: int) -> None:
-    """Serve the socket that was inherited as `descriptor` until it is closed.
-
-    waits for:    a GradeCall      <- Grader sends one when the last was answered
-    blocks on:    user code        <- Grader kills this process after the time limit
-    ends:         when the other end of the socket is closed
-    """
+    """Serve the socket that was inherited as `descriptor`; run in a fresh interpreter."""
     os.set_inheritable(descriptor, False)
     connection = socket.socket(fileno=descriptor)
-    _die_with_parent(connection)
+    # Orphans of the worker become the supervisor's children, so that it can find them.
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    worker = os.fork()
+    if worker == 0:
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _serve(connection)
+    else:
+        os._exit(_supervise(worker, connection))
+
+
+def _supervise(worker: int, connection: socket.socket) -> int:
+    """Wait until either end is gone, kill what is left, and tell how the worker ended.
+
+    waits for:    the worker's exit      <- user code, or the end of `_serve`
+                  a hang-up              <- Grader discards this worker, or the grader's process died
+    ends:         at the first of the two
+    """
+    wakeup, child_ended = socket.socketpair()
+    wakeup.setblocking(False)
+    child_ended.setblocking(False)
+    signal.set_wakeup_fd(wakeup.fileno())
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    poller = select.poll()
+    poller.register(connection, select.POLLHUP)
+    poller.register(child_ended, select.POLLIN)
+    hung_up = False
+    # Orphans are children too, so a signal need not be the worker's.
+    while not hung_up and os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        hung_up = any(fd == connection.fileno() for fd, _ in poller.poll())
+        with contextlib.suppress(BlockingIOError):
+            child_ended.recv(4096)
+    status = _kill_descendants(worker)
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else SIGNAL_EXIT_BASE + os.WTERMSIG(status)
+
+
+def _kill_descendants(worker: int) -> int:
+    """Kill and reap until there is none, since whoever is killed may have started another just before."""
+    worker_status = 0
+    while True:
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        try:
+            pid, status = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return worker_status
+        if pid == worker:
+            worker_status = status
+
+
+def _serve(connection: socket.socket) -> None:
+    """Build the task, then grade one answer after the other.
+
+    waits for:    a GradeCall      <- Grader sends one when the last was answered
+    blocks on:    user code        <- Grader hangs up after the time limit
+    ends:         when the grader hangs up
+    """
     stream = connection.makefile("rwb")
     setup = _receive(stream, WorkerSetup)
     sys.path[:0] = setup.sys_path
@@ -85,30 +142,20 @@ def main(descriptor: int) -> None:
         _send(stream, verdict(task, call.problem, call.answer))
 
 
-def _die_with_parent(connection: socket.socket) -> None:
-    """Two ways, as each has a gap: the thread takes our children along, but cannot run while C code holds the
-    interpreter lock (a regular expression that backtracks for ever does); the kernel's signal reaches just us, always.
-    """
-    threading.Thread(target=_kill_group_at_hang_up, args=(connection,), daemon=True).start()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _kill_group_at_hang_up(connection: socket.socket) -> None:
-    poller = select.poll()
-    poller.register(connection, select.POLLHUP)
-    poller.poll()
-    os.killpg(os.getpgid(0), signal.SIGKILL)
-
-
 def _receive(stream: Any, message_type: Any) -> Any:
     header = stream.read(FRAME_HEADER.size)
     if len(header) < FRAME_HEADER.size:
         sys.exit()
-    return msgspec.msgpack.decode(stream.read(FRAME_HEADER.unpack(header)[0]), type=message_type)
+    return msgspec.msgpack.decode(stream.read(*FRAME_HEADER.unpack(header)), type=message_type)
 
 
 def _send(stream: Any, message: Struct) -> None:
     body = msgspec.msgpack.encode(message)
     stream.write(FRAME_HEADER.pack(len(body)) + body)
     stream.flush()
+
+
+def _prctl(option: int, value: int) -> None:
+    """Ask the Linux kernel; elsewhere an orphan in another session may get away."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -326,9 +326,14 @@ KINDS: dict[str, type[Fact]] = {_snake_case(kind.__name__): kind for kind in Fac
 """Every kind of event by its name."""
 
 
+def _kind_of(event: dict[str, Any]) -> type[Fact] | None:
+    name = event.get("kind")
+    return KINDS.get(name) if isinstance(name, str) else None
+
+
 def problem(event: dict[str, Any]) -> str | None:
     """What is wrong with an event, in one sentence; None if it keeps to the vocabulary."""
-    kind = KINDS.get(event.get("kind", ""))
+    kind = _kind_of(event)
     if kind is None:
         return f"{event.get('kind')!r} is not in the vocabulary"
     try:
@@ -351,7 +356,7 @@ def undone_by(fact: Fact) -> int | None:
 def to_facts(events: Iterable[dict[str, Any]]) -> Iterator[Fact]:
     """Typed events; those that do not keep to the vocabulary are left out (`problem` says why)."""
     for event in events:
-        kind = KINDS.get(event.get("kind", ""))
+        kind = _kind_of(event)
         if kind is not None:
             try:
                 yield msgspec.convert(event, kind)

@@ -67,10 +67,12 @@ def load_model(model: PreTrainedModel, folder: Path) -> None:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a dict)
-                tensor = missing.pop(name)
-                tensor.copy_(distributed.like(file.get_tensor(name), tensor))
+                values, tensor = file.get_tensor(name), missing.pop(name, None)
+                if tensor is None or tensor.shape != values.shape:
+                    raise RunFailed(f"the checkpoint {folder} is of another model than model.path: see {name}")
+                tensor.copy_(distributed.like(values, tensor))
     if missing:
-        raise RunFailed(f"the checkpoint {folder} lacks {', '.join(sorted(missing)[:3])}; it is of another model")
+        raise RunFailed(f"the checkpoint {folder} is of another model than model.path: it lacks {min(missing)}")
 
 
 def save_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -80,7 +80,9 @@ def packed_attention(
             f"{type(module).__name__} limits attention (sliding window {sliding_window}, soft cap {softcap}), which "
             f"the learner cannot compute for sequences of {packed_layout.max_tokens} tokens"
         )
-    padded = [_spread(heads_1HSD, packed_layout) for heads_1HSD in (query_1HSD, key_1HSD, value_1HSD)]
+    # Under autocast the rotation has made queries and keys float32 again.
+    same_dtype = (query_1HSD.to(value_1HSD.dtype), key_1HSD.to(value_1HSD.dtype), value_1HSD)
+    padded = [_spread(heads_1HSD, packed_layout) for heads_1HSD in same_dtype]
     sizes = [bucket.num_places for bucket in packed_layout.buckets]
     outputs = []
     for bucket, *parts in zip(
@@ -89,11 +91,31 @@ def packed_attention(
         query, key, value = (
             part.view(bucket.num_sequences, bucket.max_tokens, *part.shape[1:]).transpose(1, 2) for part in parts
         )
-        output_BHLD = scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        output_BHLD = causal_attention(query, key, value, scaling, kernel_groups_heads=_kernel_groups_heads(value))
         outputs.append(output_BHLD.transpose(1, 2).flatten(0, 1))
     return gather(torch.cat(outputs), packed_layout.places_S).unsqueeze(0), None
+
+
+def causal_attention(
+    query_BHLD: Tensor, key_BHLD: Tensor, value_BHLD: Tensor, scale: float | None, *, kernel_groups_heads: bool
+) -> Tensor:
+    """Queries of several heads may share a head of keys and values; if the kernel cannot do that, repeat those."""
+    num_sharing = query_BHLD.shape[1] // key_BHLD.shape[1]
+    if num_sharing > 1 and not kernel_groups_heads:
+        key_BHLD, value_BHLD = (heads.repeat_interleave(num_sharing, dim=1) for heads in (key_BHLD, value_BHLD))
+    return scaled_dot_product_attention(
+        query_BHLD,
+        key_BHLD,
+        value_BHLD,
+        is_causal=True,
+        scale=scale,
+        enable_gqa=num_sharing > 1 and kernel_groups_heads,
+    )
+
+
+def _kernel_groups_heads(tensor: Tensor) -> bool:
+    """On CUDA only the half-precision kernel groups heads; torch would fall back to one that stores L x L scores."""
+    return tensor.device.type == "cpu" or tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def _spread(heads_1HSD: Tensor, layout: Layout) -> Tensor:

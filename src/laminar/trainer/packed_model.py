@@ -6,6 +6,7 @@ runs in evaluation mode also while it learns: dropout would turn the ratio to th
 Axes: S tokens of the stream, T trained tokens, C tokens of one chunk, V vocabulary.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,11 @@ SELF_CHECK_TOLERANCE = 1e-3
 class PackedModel(nn.Module):
     """Log-probs of the trained tokens of a `Pack`, under softmax(logits / temperature)."""
 
-    def __init__(self, language_model: PreTrainedModel, *, temperature: float = 1.0) -> None:
+    def __init__(
+        self, language_model: PreTrainedModel, *, temperature: float = 1.0, max_chunk_logits: int = MAX_CHUNK_LOGITS
+    ) -> None:
         super().__init__()
+        self._chunk_tokens = max(1, max_chunk_logits // language_model.config.vocab_size)
         self.language_model = language_model.train(False)
         self.temperature = temperature
 
@@ -44,14 +48,15 @@ class PackedModel(nn.Module):
             packed_layout=batch.layout,
         ).last_hidden_state
         hidden_TE = gather(hidden_1SE.squeeze(0), batch.predictors_T)
-        chunk_tokens = max(1, MAX_CHUNK_LOGITS // self.language_model.config.vocab_size)
-        if len(hidden_TE) <= chunk_tokens:
+        if len(hidden_TE) <= self._chunk_tokens:
             return self._logprobs(hidden_TE, batch.targets_T)
         return torch.cat(
             [
                 checkpoint(self._logprobs, hidden_CE, targets_C, use_reentrant=False)
                 for hidden_CE, targets_C in zip(
-                    torch.split(hidden_TE, chunk_tokens), torch.split(batch.targets_T, chunk_tokens), strict=True
+                    torch.split(hidden_TE, self._chunk_tokens),
+                    torch.split(batch.targets_T, self._chunk_tokens),
+                    strict=True,
                 )
             ]
         )
@@ -65,7 +70,8 @@ class PackedModel(nn.Module):
 
 def load_language_model(path: Path | str, device: torch.device | str) -> PreTrainedModel:
     """Load float32 weights from a folder in Hugging Face format, ready for packed streams."""
-    disable_progress_bar()  # the trainer's process has no terminal; a bar would end up in its log
+    hide_bars: Callable[[], None] = disable_progress_bar
+    hide_bars()  # the trainer's process has no terminal; a bar would end up in its log
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation=PACKED_ATTENTION, local_files_only=True

@@ -1,0 +1,120 @@
+"""`laminar train` for real: Ray, replicas, relay, manager, data shard and learner as processes."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import run_kit as kit
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def pid_of(run: Path, replica_id: str, incarnation: int) -> int | None:
+    started = [
+        event["pid"]
+        for event in kit.events(run, "replica_started")
+        if (event["replica_id"], event["incarnation"]) == (replica_id, incarnation)
+    ]
+    return started[0] if started else None
+
+
+def test_a_killed_replica_costs_nothing_but_time(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    with kit.training(str(kit.RECIPE), *kit.SMALL, "--out", str(run), log=log) as process:
+        kit.wait_for("a first step", lambda: kit.last_step(run) >= 1, process, log)
+        pid = pid_of(run, "replica-0", 1)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        kit.finish(process, log)
+    assert kit.last_step(run) == 6
+    assert pid_of(run, "replica-0", 2) is not None, "the replica was not started again"
+    lost = next(event for event in kit.events(run, "process_ended") if event["replica_id"] == "replica-0")
+    assert lost["incarnation"] == 1
+    report = kit.audit(run)
+    assert report["problems"] == []
+    assert report["counts"]["trained"] == 6 * 4 * 8
+    told = kit.summary(run)
+    assert told["restarts"] == 1
+    assert told["exit_reason"] == "finished"
+    assert (run / "export" / "model.safetensors").is_file()
+
+
+def test_a_run_survives_sigterm_and_then_sigkill_of_everything(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    shm_before = set(os.listdir("/dev/shm"))
+    with kit.training(str(kit.RECIPE), *kit.SMALL, "--out", str(run), log=log) as process:
+        kit.wait_for("a checkpoint", lambda: kit.events(run, "checkpoint"), process, log)
+        processes = kit.family(process)
+        process.terminate()
+        assert process.wait(kit.DEADLINE_S) == 128 + signal.SIGTERM, log.read_text()
+        assert kit.survivors(processes, within_s=5.0) == []
+    with kit.training("--resume", str(run), log=log) as process:
+        kit.wait_for("a step after the resume", lambda: kit.last_step(run) >= 4, process, log)
+        processes = kit.family(process)
+        for victim in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
+        process.wait(kit.DEADLINE_S)
+        assert kit.survivors(processes, within_s=10.0) == []
+    with kit.training("--resume", str(run), log=log) as process:
+        kit.finish(process, log)
+    report = kit.audit(run)
+    assert report["problems"] == []
+    assert report["counts"]["trained"] == 6 * 4 * 8
+    assert kit.summary(run)["resumes"] == 2
+    assert set(os.listdir("/dev/shm")) <= shm_before
+
+
+def test_a_launcher_killed_alone_takes_everything_with_it(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    with kit.training(str(kit.RECIPE), *kit.SMALL, "--out", str(run), log=log) as process:
+        kit.wait_for("a replica", lambda: pid_of(run, "replica-1", 1), process, log)
+        processes = kit.family(process)
+        assert len(processes) > 6
+        process.kill()
+        process.wait(kit.DEADLINE_S)
+        assert kit.survivors(processes, within_s=20.0) == []
+
+
+TASK = '''
+from laminar.tasks.protocol import Problem
+
+
+class Parity:
+    """Say whether a number is even: `e` or `o`."""
+
+    def problems(self, split):
+        numbers = range(0, 40) if split == "train" else range(40, 56)
+        return [Problem(problem_id=str(n), prompt=f"{n}:", payload={"even": n % 2 == 0}) for n in numbers]
+
+    def grade(self, problem, answer):
+        if problem.problem_id == "7":
+            raise RuntimeError("seven cannot be graded")
+        return float(len(answer) % 2 == problem.payload["even"])
+'''
+
+RECIPE = """
+model: {path: MODEL}
+task: {path: "parity:Parity"}
+data: {group_size: 4}
+rollout: {num_replicas: 1, batch_trajectories: 16, max_new_tokens: 24}
+manager: {heartbeat_s: 0.2, suspect_after_s: 5, dead_after_s: 10}
+trainer: {num_steps: 12, groups_per_step: 4, optimizer: {lr: 1.0e-4}}
+evaluation: {num_prompts: 0}
+"""
+
+
+def test_a_task_in_a_file_of_the_users_own_trains_and_its_failures_have_names(tmp_path: Path) -> None:
+    (tmp_path / "parity.py").write_text(TASK)
+    recipe = tmp_path / "parity.yaml"
+    recipe.write_text(RECIPE.replace("MODEL", str(kit.RECIPE.parent / "gcd" / "model")))
+    run, log = tmp_path / "run", tmp_path / "log"
+    with kit.training(str(recipe), "--out", str(run), log=log) as process:
+        kit.finish(process, log)
+    assert kit.last_step(run) == 12
+    dropped = kit.events(run, "dropped")
+    assert any("seven cannot be graded" in event["reason"] for event in dropped)
+    assert kit.audit(run)["problems"] == []
