@@ -7,11 +7,13 @@
 Times are medians in milliseconds over interleaved repetitions; `memcpy` is one numpy copy of as many bytes into warm
 memory, `memcpy_by_tensor` the same in pieces of the model's tensors. `publish_stall` is how long the learner's tensors
 were being read, `visible` how long after the call to `publish` a waiting reader has the version, `swap_in` the copy
-from a lease into tensors of one's own, `map` what it takes to have all tensors of a lease. The relay is another process.
+from a lease into tensors of one's own, `map` what it takes to have all tensors of a lease. The relay is another
+process.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -52,9 +54,11 @@ def large_model(num_bytes: int, dtype: str) -> dict[str, torch.Tensor]:
     """25 layers of 12 tensors in the proportions of a Llama, an embedding and a norm."""
     make = torch.float32 if dtype == "bfloat16" else torch.bfloat16
     parts = {"q": 0.1, "k": 0.03, "v": 0.03, "o": 0.1, "gate": 0.245, "up": 0.245, "down": 0.245}
-    parts |= {name: 1e-5 for name in ("norm1", "norm2", "q_bias", "k_bias", "v_bias")}
+    parts |= dict.fromkeys(("norm1", "norm2", "q_bias", "k_bias", "v_bias"), 1e-05)
     num_elements = num_bytes // make.itemsize
-    sizes = {f"layers.{n}.{name}": int(part * 0.88 / 25 * num_elements) for n in range(25) for name, part in parts.items()}
+    sizes = {
+        f"layers.{n}.{name}": int(part * 0.88 / 25 * num_elements) for n in range(25) for name, part in parts.items()
+    }
     sizes |= {"embed": int(0.12 * num_elements), "norm": 2_048}
     return {name: torch.full((size,), 0.5, dtype=make) for name, size in sizes.items()}
 
@@ -99,6 +103,7 @@ async def measure_links(
         WeightReader(path, SECRET) as reader,
         WeightReader(path, SECRET) as waiter,
     ):
+        await reader.newest()  # the relay is there
         before_bytes = private_bytes()
         first_s = await timed(publisher.publish(0, model))
         publisher_bytes = private_bytes() - before_bytes
@@ -133,11 +138,13 @@ class Memcpy:
     """The same bytes from one warm place to another, in one piece and in pieces of the model's tensors."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._sources = [t.reshape(-1).view(torch.uint8).numpy() for t in {t.data_ptr(): t for t in tensors.values()}.values()]
+        self._sources = [
+            t.reshape(-1).view(torch.uint8).numpy() for t in {t.data_ptr(): t for t in tensors.values()}.values()
+        ]
         num_bytes = sum(source.nbytes for source in self._sources)
         self._source, self._target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
         bounds = np.cumsum([0, *(source.nbytes for source in self._sources)])
-        self._targets = [self._target[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        self._targets = [self._target[a:b] for a, b in itertools.pairwise(bounds)]
 
     def measure(self, times: Times) -> None:
         times["memcpy"].append(seconds(lambda: np.copyto(self._target, self._source)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from laminar.relay.manifest import DTYPE_BYTES
 from laminar.relay.memory_link import MemoryLink
 from laminar.relay.publisher import WeightPublisher

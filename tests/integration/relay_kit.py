@@ -4,16 +4,19 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
 from laminar.relay.service import RelayService
+
+T = TypeVar("T")
 
 SECRET = b"integration"
 KEEP_VERSIONS = 2
@@ -104,6 +107,14 @@ def run_leaser(path: Path, pipe: Connection) -> None:
     asyncio.run(main())
 
 
+async def eventually(look: Callable[[], Awaitable[T]], condition: Callable[[T], bool]) -> T:
+    """What one sees once the condition holds; fails after five seconds."""
+    async with asyncio.timeout(5.0):
+        while not condition(seen := await look()):  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.001)
+    return seen
+
+
 def weights(version: int, num_tensors: int = 8, num_elements: int = 10_000) -> dict[str, torch.Tensor]:
     """Weights that show which version they belong to, exactly even in bfloat16."""
     tensors = {f"w{i}": torch.full((num_elements + i,), float(version % 256)) for i in range(num_tensors)}
@@ -124,6 +135,10 @@ def private_bytes() -> int:
     """Memory of this process alone, without maps that it shares."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def shared_memory_files() -> list[str]:
+    return sorted(os.listdir("/dev/shm"))
 
 
 def weight_segments() -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import relay_kit as kit
+
 from laminar.relay.client import ClientRules
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
@@ -52,9 +53,7 @@ async def test_a_publisher_killed_while_it_writes_is_never_seen_and_never_missed
 
 async def until_idle(reader: WeightReader) -> int:
     """Newest version once the relay has noticed the death."""
-    async with asyncio.timeout(5.0):
-        while (status := await reader.status()).incoming or status.num_peers > 2:
-            await asyncio.sleep(0.001)
+    status = await kit.eventually(reader.status, lambda status: not status.incoming and status.num_peers <= 2)
     assert status.newest is not None
     return status.newest
 
@@ -71,9 +70,7 @@ async def test_a_killed_reader_frees_its_lease_and_the_slot_is_used_again(path: 
                 assert held[0] == 1
                 child.kill()
                 child.join()
-            async with asyncio.timeout(5.0):
-                while any(v.num_leases for v in (await reader.status()).versions):
-                    await asyncio.sleep(0.001)
+            await kit.eventually(reader.status, lambda status: not any(v.num_leases for v in status.versions))
             for version in range(6, 10):
                 await publisher.publish(version, kit.weights(version))
             status = await reader.status()
@@ -82,28 +79,30 @@ async def test_a_killed_reader_frees_its_lease_and_the_slot_is_used_again(path: 
 
 
 async def test_a_killed_relay_is_noticed_at_once_leaves_nothing_and_is_replaced(path: Path) -> None:
-    shm_before = sorted(Path("/dev/shm").iterdir())
+    shm_before = kit.shared_memory_files()
     async with WeightReader(path, kit.SECRET) as reader, WeightPublisher(path, kit.SECRET) as publisher:
         with kit.process(kit.run_relay, path) as (relay, _):
             await publisher.publish(0, kit.weights(0))
             waiting = asyncio.create_task(reader.wait_newer(0, 60.0))
-            with pytest.raises(PeerLost):
-                async with reader.lease() as held:
-                    relay.kill()
-                    relay.join()
-                    killed_s = time.monotonic()
-                    with pytest.raises(PeerLost, match="the relay is gone"):
-                        await waiting
-                    assert time.monotonic() - killed_s < 1.0
-                    assert all(kit.is_of(tensor, 0) for tensor in held.tensors.values())
-                    tensor = held.tensors["w0"]
+            lease = reader.lease()
+            held = await lease.__aenter__()
+            relay.kill()
+            relay.join()
+            killed_s = time.monotonic()
+            with pytest.raises(PeerLost, match="the relay is gone"):
+                await waiting
+            assert time.monotonic() - killed_s < 1.0
+            assert all(kit.is_of(tensor, 0) for tensor in held.tensors.values())
+            tensor = held.tensors["w0"]
+            with pytest.raises(PeerLost, match="the relay is gone"):
+                await lease.__aexit__(None, None, None)
             assert kit.is_of(tensor, 0)  # the memory lives as long as somebody shows it
             del tensor, held
         impatient = WeightReader(path, kit.SECRET, rules=ClientRules(connect_s=0.1))
         with pytest.raises(PeerLost, match="no relay at"):
             await impatient.newest()
         assert kit.weight_segments() == []
-        assert sorted(Path("/dev/shm").iterdir()) == shm_before
+        assert kit.shared_memory_files() == shm_before
 
         with kit.process(kit.run_relay, path):
             assert await reader.newest() is None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import relay_kit as kit
+
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
 

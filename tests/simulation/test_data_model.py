@@ -35,6 +35,7 @@ from laminar.schema.trajectories import (
 )
 from laminar.telemetry.events import MemoryEvents
 
+
 class VirtualLoop(asyncio.SelectorEventLoop):
     """Time jumps to the next timer whenever nothing else is to be done."""
 
@@ -378,9 +379,7 @@ class ShardMachine(RuleBasedStateMachine):
             offset += 1
         drawn_by = version + 1 if kind == "foreign" else version
         ids = [token(trajectory_id, version, offset + i) + (kind == "differs" and known > 0) for i in range(num)]
-        piece = Piece(
-            token_ids=pack_ids(ids), logprobs=pack_logprobs([-0.5] * num), generated=True, version=drawn_by
-        )
+        piece = Piece(token_ids=pack_ids(ids), logprobs=pack_logprobs([-0.5] * num), generated=True, version=drawn_by)
         return Append(trajectory_id=trajectory_id, attempt=attempt, offset=offset, pieces=(piece,))
 
     def finish(self, data: st.DataObject, trajectory_id: str, attempt: int) -> Finish:
@@ -419,7 +418,12 @@ class ShardMachine(RuleBasedStateMachine):
 
     # ---- trainer
 
-    @rule(ahead=st.integers(0, 1), part=st.integers(0, 1), num_groups=st.integers(1, 2), wait_s=st.sampled_from([0.0, 3.0]))
+    @rule(
+        ahead=st.integers(0, 1),
+        part=st.integers(0, 1),
+        num_groups=st.integers(1, 2),
+        wait_s=st.sampled_from([0.0, 3.0]),
+    )
     def sample(self, ahead: int, part: int, num_groups: int, wait_s: float) -> None:
         step = max([self.model.committed, *(step for step, _ in self.model.takes)]) + ahead
         if step <= self.model.committed:
@@ -448,7 +452,9 @@ class ShardMachine(RuleBasedStateMachine):
             self.check_experience(group)
 
     def check_experience(self, group: Any) -> None:
-        graded = {i: t for i, t in self.model.trajectories.items() if t.group_id == group.group_id and t.state == "taken"}
+        graded = {
+            i: t for i, t in self.model.trajectories.items() if t.group_id == group.group_id and t.state == "taken"
+        }
         assert {e.trajectory_id for e in group.members} == set(graded)
         for e in group.members:
             t = graded[e.trajectory_id]

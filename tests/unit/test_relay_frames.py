@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from laminar.relay.frames import (
     MAX_FRAME_BYTES,
     MAX_GREETING_BYTES,
@@ -172,7 +173,9 @@ async def test_a_relay_that_does_not_know_the_secret_is_not_believed(pair: Pair)
         await answering
 
 
-@pytest.mark.parametrize("greeting", [b"", b"\xc1", encode(Welcome(b"x")), encode(Challenge(99, b"n" * 32)), b"\x91" * 900])
+@pytest.mark.parametrize(
+    "greeting", [b"", b"\xc1", encode(Welcome(b"x")), encode(Challenge(99, b"n" * 32)), b"\x91" * 900]
+)
 async def test_what_is_no_greeting_is_refused(greeting: bytes, pair: Pair) -> None:
     await pair[0].send(greeting)
     with pytest.raises(BadFrame):
@@ -193,3 +196,13 @@ def test_random_bytes_never_pass_the_greeting(noise: bytes) -> None:
         end.close()
 
     asyncio.run(attempt())
+
+
+async def test_a_sender_that_is_stuck_is_released_when_the_stream_is_shut_down(pair: Pair) -> None:
+    for fds in ((), (0,)):
+        sending = asyncio.create_task(pair[0].send(b"x" * (8 << 20), fds))
+        await asyncio.sleep(0.01)
+        assert not sending.done()
+        pair[0].shut_down()
+        with pytest.raises(PeerLost):
+            await asyncio.wait_for(sending, 5.0)

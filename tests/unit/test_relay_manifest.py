@@ -4,8 +4,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from laminar.relay.manifest import ALIGN_BYTES, DTYPE_BYTES, Manifest, ManifestError, TensorEntry, layout
 from msgspec import msgpack
+
+from laminar.relay.manifest import ALIGN_BYTES, DTYPE_BYTES, Manifest, ManifestError, TensorEntry, layout
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 models = st.dictionaries(st.text(min_size=1, max_size=5), st.tuples(shapes, st.sampled_from(sorted(DTYPE_BYTES))))
@@ -32,7 +33,7 @@ def test_any_single_change_of_a_place_is_refused_or_harmless(
     index = data.draw(st.integers(0, len(manifest.entries) - 1))
     entry = manifest.entries[index]
     moved = msgspec.structs.replace(entry, offset=data.draw(st.integers(-ALIGN_BYTES, manifest.total_bytes * 2)))
-    entries = manifest.entries[:index] + (moved,) + manifest.entries[index + 1 :]
+    entries = (*manifest.entries[:index], moved, *manifest.entries[index + 1 :])
     lying = Manifest(total_bytes=manifest.total_bytes, entries=entries)
     if moved == entry or not entry.num_bytes:
         return
@@ -44,7 +45,9 @@ def test_any_single_change_of_a_place_is_refused_or_harmless(
 
 
 def test_sizes_beyond_four_gib_are_exact() -> None:
-    manifest = layout({"experts": ((256, 7168, 4096), "bfloat16"), "norm": ((3,), "float32"), "last": ((1 << 33,), "int8")})
+    manifest = layout(
+        {"experts": ((256, 7168, 4096), "bfloat16"), "norm": ((3,), "float32"), "last": ((1 << 33,), "int8")}
+    )
     manifest.validate()
     assert [entry.offset for entry in manifest.entries] == [0, 15_032_385_536, 15_032_385_536 + 64]
     assert manifest.total_bytes == 15_032_385_536 + 64 + (1 << 33)

@@ -21,7 +21,9 @@ def test_the_tightest_level_of_a_v2_hierarchy_counts(tmp_path: Path) -> None:
     (tmp_path / "self").write_text("0::/pod/box\n")
     root = tmp_path / "cgroup"
     write(root, memory__max="max")
-    write(root / "pod", memory__max=90 * MIB, memory__current=60 * MIB, memory__stat=f"anon 1\ninactive_file {10 * MIB}")
+    write(
+        root / "pod", memory__max=90 * MIB, memory__current=60 * MIB, memory__stat=f"anon 1\ninactive_file {10 * MIB}"
+    )
     write(root / "pod" / "box", memory__max=80 * MIB, memory__current=10 * MIB)
     assert available_bytes(root, tmp_path / "self") == 40 * MIB
 

@@ -1,12 +1,12 @@
 """Slots cannot be written through what readers get, and nobody can make them shrink."""
 
-import errno
 import mmap
 import os
 from pathlib import Path
 
 import pytest
 import torch
+
 from laminar.relay.manifest import layout
 from laminar.relay.slots import PrivateSlot, SharedSlot, checksum, map_readable, map_writable, populate, whole_pages
 from laminar.relay.tensors import view, whole
@@ -35,13 +35,12 @@ def test_readers_see_what_writers_write_and_cannot_write(slot: SharedSlot) -> No
 
 def test_nobody_can_cut_memory_off_under_a_reader(slot: SharedSlot) -> None:
     for size in (0, 2 * slot.num_bytes):
-        with pytest.raises(OSError) as refused:
+        with pytest.raises(PermissionError):
             os.ftruncate(slot.write_fd, size)
-        assert refused.value.errno == errno.EPERM
 
 
 def test_slots_have_no_name_anywhere(slot: SharedSlot) -> None:
-    assert not [path for path in Path("/dev/shm").glob("*laminar*")]
+    assert not list(Path("/dev/shm").glob("*laminar*"))
     assert "deleted" in os.readlink(f"/proc/self/fd/{slot.write_fd}")
 
 

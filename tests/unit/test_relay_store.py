@@ -6,6 +6,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from laminar.relay.manifest import Manifest, layout
 from laminar.relay.slots import PrivateSlot
 from laminar.relay.store import Lease, Reservation, VersionStore

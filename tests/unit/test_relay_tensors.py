@@ -4,6 +4,7 @@ import mmap
 
 import pytest
 import torch
+
 from laminar.relay.tensors import PIECE_BYTES, copy_all, dtype_name, layout_of, whole
 
 

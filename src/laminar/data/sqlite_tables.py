@@ -45,7 +45,7 @@ APPLICATION_ID = 0x4C4D4E52
 SCHEMA_VERSION = 1
 
 PAGE_BYTES = 8192
-"""Seven appends of 128 tokens fit one page; of 4,096 bytes a quarter would stay empty (benchmarks/data.py)."""
+"""Seven appends of 128 tokens fill one page; three would leave a quarter of 4,096 bytes empty."""
 
 SCHEMA = """
 CREATE TABLE position (
@@ -277,7 +277,8 @@ class TableRows:
         for values in self._connection.execute(f"SELECT {columns(row_type)} FROM {what}", arguments):
             fields = dict(zip(names, values, strict=True))
             if "metrics" in fields:
-                fields["metrics"] = json.loads(fields["metrics"])
+                # json, not msgspec: a metric may be NaN
+                fields["metrics"] = {} if fields["metrics"] == "{}" else json.loads(fields["metrics"])
             yield convert(fields, row_type, strict=False)
 
 

@@ -19,7 +19,7 @@ def uniforms(seeds: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np
     """Numbers in [0, 1), one per pair. Seeds are mixed before they meet the index, so neighbours do not overlap."""
     streams = _mix(seeds.view(np.uint64) + INCREMENT)
     bits = _mix(streams + (indices + 1).view(np.uint64) * INCREMENT)
-    return (bits >> np.uint64(11)) * 2.0**-53
+    return np.ldexp((bits >> np.uint64(11)).astype(np.float64), -53)
 
 
 def fold_seed(seed: int) -> int:

@@ -130,9 +130,9 @@ class Llama:
                     return None
                 x_RE = x_RE[:num_decode]
             mixed = attend(query_RHGD, key_RHD, value_RHD, layer=index, batch=batch, with_chunks=not is_last, kv=kv)
-            x_RE = layer.output(mixed, x_RE)
+            x_RE = layer.output(mixed, onto_RN=x_RE)
             gate_up = layer.gate_up(rms_norm(x_RE, layer.mlp_norm, shape.norm_eps))
-            x_RE = layer.down(silu(gate_up[:, : shape.mlp]).mul_(gate_up[:, shape.mlp :]), x_RE)
+            x_RE = layer.down(silu(gate_up[:, : shape.mlp]).mul_(gate_up[:, shape.mlp :]), onto_RN=x_RE)
         return self._head(rms_norm(x_RE, self._final_norm, shape.norm_eps)).contiguous()
 
     def _query_key_value(self, layer: Layer, x_RE: Tensor, rotations_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,15 +28,15 @@ def _default(inverse_D: Tensor, rope: Parameters) -> Tensor:
 
 
 def _linear(inverse_D: Tensor, rope: Parameters) -> Tensor:
-    return inverse_D / rope["factor"]
+    return inverse_D / float(rope["factor"])
 
 
 def _llama3(inverse_D: Tensor, rope: Parameters) -> Tensor:
     """Slow rotations are stretched by `factor`, fast ones kept, those between are blended."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns_D = rope["original_max_position_embeddings"] * inverse_D / (2 * math.pi)
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    turns_D = inverse_D * (float(rope["original_max_position_embeddings"]) / (2 * math.pi))
     keep_D = ((turns_D - low) / (high - low)).clamp(0.0, 1.0)
-    return inverse_D * (keep_D + (1.0 - keep_D) / rope["factor"])
+    return inverse_D * (keep_D + (1.0 - keep_D) / float(rope["factor"]))
 
 
 SCALINGS = {"default": _default, "linear": _linear, "llama3": _llama3}

@@ -62,7 +62,7 @@ def draw_filtered(probs_NV: Tensor, uniforms_N: Tensor, top_ks_N: Tensor, top_ps
     values, ids = probs_NV.topk(min(vocab, max(FILTER_CANDIDATES, int(top_ks_N.max()))))
     totals_N = probs_NV.sum(-1)
     if bool(((limits_N > values.shape[1]) & (values.sum(-1) < top_ps_N * totals_N)).any()):
-        values, ids = probs_NV.sort(-1, descending=True, stable=True)
+        values, ids = probs_NV.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(values.shape[1], device=values.device)
     values = values * (rank < limits_N.unsqueeze(1))
     totals_N = torch.where(limits_N <= values.shape[1], values.sum(-1), totals_N)

@@ -41,8 +41,8 @@ class TorchRunner:
         self._quantum_s = rules.quantum_s
         self._device = torch.device(rules.device)
         self._shape = read_shape(model_path)
-        self._model = Llama(self._shape, dtype, self._device)
-        self._kv = _build_kv(self._shape, batch_rules, dtype, self._device)
+        self.model = Llama(self._shape, dtype, self._device)
+        self.kv = _build_kv(self._shape, batch_rules, dtype, self._device)
         self._rows = DecodeRows(
             max_rows=batch_rules.max_running,
             num_pages=batch_rules.num_pages,
@@ -77,8 +77,8 @@ class TorchRunner:
         """Replace all weights in place and wipe the KV memory."""
         if self._book:
             raise RuntimeError(f"weights can only be swapped when idle; the engine has {len(self._book)} requests")
-        self._model.load(tensors)
-        self._kv.clear()
+        self.model.load(tensors)
+        self.kv.clear()
         self._version = version
 
     @torch.inference_mode()
@@ -103,10 +103,10 @@ class TorchRunner:
         for live in plan.grown:
             self._rows.grow(live)
         if plan.page_copies:
-            self._kv.copy_pages(plan.page_copies)
+            self.kv.copy_pages(plan.page_copies)
         for live in plan.joining:
             self._rows.add(live)
-        logits = self._model.forward(self._batch(plan), self._kv)
+        logits = self.model.forward(self._batch(plan), self.kv)
         if logits is not None:
             self._take(*sample(logits, self._upload(self._rows.uniforms()), self._sampling()))
 
@@ -131,7 +131,7 @@ class TorchRunner:
         unused = self._rows.span - 1 - self._book.batcher.num_pages_used
         if unused > max(FEW_PAGES, IDLE_SPAN * self._rows.span):
             moves = self._book.batcher.compact()
-            self._kv.copy_pages(list(moves.items()))
+            self.kv.copy_pages(list(moves.items()))
             self._rows.move_pages(moves)
 
     def _batch(self, plan: Plan) -> Batch:
@@ -167,7 +167,7 @@ class TorchRunner:
         if self._seen_pages is None or self._seen_pages[0] is not view:
             self._seen_pages = (view, self._upload(view.owner), self._upload(view.table))
         _, owner, table = self._seen_pages
-        mask = self._kv.mask(self._upload(view.valid), self._shape.num_heads // self._shape.num_kv_heads)
+        mask = self.kv.mask(self._upload(view.valid), self._shape.num_heads // self._shape.num_kv_heads)
         return PageTables(owner_P=owner, table=table, width=view.width, mask=mask)
 
     def _sampling(self) -> RowSampling:

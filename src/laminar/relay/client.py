@@ -146,7 +146,7 @@ class Connection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._end()  # a task that was cancelled before its first step has done nothing
+        await self._end()  # a task that was cancelled before its first step has done nothing
 
     async def _send(self, call: Call) -> None:
         try:
@@ -175,7 +175,7 @@ class Connection:
         except (BadFrame, msgspec.DecodeError) as error:
             self._break(PeerLost(f"the relay does not keep to the protocol: {error}"))
         finally:
-            self._end()
+            await self._end()
 
     def _learn(self, reply: Reply) -> None:
         if isinstance(reply, Leased | Reserved):
@@ -199,10 +199,12 @@ class Connection:
             async with self._sending:
                 await self._send(Call(next(self._numbers), request))
 
-    def _end(self) -> None:
+    async def _end(self) -> None:
         self._break(PeerLost("the connection to the relay was closed"))
         self.maps.clear()
-        self._frames.close()
+        self._frames.shut_down()  # whoever is sending fails now
+        async with self._sending:
+            self._frames.close()
 
     def _break(self, error: PeerLost) -> None:
         if self._lost is None:

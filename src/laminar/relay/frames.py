@@ -59,8 +59,7 @@ class FrameSocket:
         data = memoryview(len(frame).to_bytes(HEADER_BYTES, "big") + frame)
         try:
             if fds:
-                await self._ready(write=True)
-                data = data[socket.send_fds(self._sock, [data], list(fds)) :]
+                data = data[await self._send_fds(data, fds) :]
             await asyncio.get_running_loop().sock_sendall(self._sock, data)
         except OSError as error:
             raise PeerLost(f"the connection broke: {error.strerror}") from None
@@ -80,6 +79,11 @@ class FrameSocket:
             raise BadFrame("a descriptor was announced but did not come")
         return self._fds.popleft()
 
+    def shut_down(self) -> None:
+        """End the stream in both directions; whoever is inside `send` or `receive` gets `PeerLost`."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close the socket and all descriptors that nobody took. Nobody may be inside `send` or `receive`."""
         if not self._closed:
@@ -87,6 +91,12 @@ class FrameSocket:
             self._sock.close()
             while self._fds:
                 os.close(self._fds.popleft())
+
+    async def _send_fds(self, data: memoryview, fds: Sequence[int]) -> int:
+        while True:
+            await self._ready(write=True)
+            with contextlib.suppress(BlockingIOError):
+                return socket.send_fds(self._sock, [data], list(fds))
 
     def _take_frame(self) -> bytes | None:
         if len(self._buffer) < HEADER_BYTES:

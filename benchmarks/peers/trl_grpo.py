@@ -1,0 +1,247 @@
+"""One run of TRL's GRPOTrainer on a Laminar recipe: same model, task, batch, loss and evaluation; the rest is TRL's.
+
+Started by benchmarks/quickstart.py in a process of its own, so that nothing else imports TRL. Writes one JSON object to
+--out. Its clock excludes evaluation: TRL stands still meanwhile, and the evaluation is ours, not TRL's.
+
+What is set although TRL has a default for it: what the recipe says, and three settings that would only slow TRL down
+here: gradient checkpointing (off), bfloat16 (off, the recipe is float32) and a batch cut into accumulation steps
+(whole, it fits).
+
+    python benchmarks/peers/trl_grpo.py --recipe recipes/gcd.yaml --out /tmp/trl.json [--seed 0] [--threads 1]
+"""
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+PROCESS_BEGAN_S = time.time()
+"""Before the heavy imports; the interpreter's own start is not in it, so the caller subtracts from its own clock."""
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, TrainerCallback, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer
+
+from laminar.config.loading import load_recipe
+from laminar.config.run_config import RunConfig
+from laminar.tasks.loading import build_task
+from laminar.tasks.protocol import Problem, Task
+
+Tokenizer = Any
+
+
+class StepTimer(TrainerCallback):
+    """What each step took and where, on a clock that stands still during evaluation; stops at the target."""
+
+    def __init__(self, evaluate: "Evaluation | None", *, every_steps: int, target: float) -> None:
+        self._evaluate, self._every_steps, self._target = evaluate, every_steps, target
+        self._paused_s = 0.0
+        self._step_began_s = 0.0
+        self.generate_s = 0.0
+        self.first_step_at: float | None = None
+        self.steps: list[dict[str, Any]] = []
+        self.evaluations: list[dict[str, Any]] = []
+
+    @property
+    def evaluation_s(self) -> float:
+        """All time spent evaluating so far."""
+        return self._paused_s
+
+    def now_s(self) -> float:
+        """Seconds of training and of nothing else."""
+        return time.monotonic() - self._paused_s
+
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self._measure(0)
+
+    def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.first_step_at is None:
+            self.first_step_at = self.now_s()
+        self._step_began_s, self.generate_s = self.now_s(), 0.0
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        now_s = self.now_s()
+        self.steps.append(
+            {
+                "step": state.global_step,
+                "end_s": now_s - (self.first_step_at or 0.0),
+                "step_s": now_s - self._step_began_s,
+                "generate_s": self.generate_s,
+            }
+        )
+        if state.global_step % self._every_steps == 0 and self._measure(state.global_step) >= self._target:
+            control.should_training_stop = True
+
+    def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if self.steps and "reward" in logs:
+            lengths = {"tokens_mean": logs["completions/mean_length"], "tokens_max": logs["completions/max_length"]}
+            self.steps[-1] |= {"reward_mean": logs["reward"], **lengths}
+
+    def _measure(self, step: int) -> float:
+        if self._evaluate is None:
+            return 0.0
+        at_s, began_s = self.now_s(), time.monotonic()
+        accuracy = self._evaluate(step)
+        self._paused_s += time.monotonic() - began_s
+        trained_s = 0.0 if self.first_step_at is None else at_s - self.first_step_at
+        self.evaluations.append({"step": step, "at_s": trained_s, "accuracy": accuracy})
+        print(f"trl: step {step}, {trained_s:.1f} s, held-out accuracy {accuracy:.3f}", flush=True)
+        return accuracy
+
+
+class Evaluation:
+    """Mean reward of the recipe's held-out prompts, one sample each; leaves the training's random numbers alone."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Tokenizer, task: Task, config: RunConfig) -> None:
+        self._model, self._tokenizer, self._task = model, tokenizer, task
+        self._problems = task.problems("heldout")[: config.evaluation.num_prompts]
+        self._seed = config.seed
+        self._sampling = {
+            "do_sample": True,
+            "temperature": config.evaluation.sampling.temperature,
+            "top_p": config.evaluation.sampling.top_p,
+            "top_k": config.evaluation.sampling.top_k,
+            "max_new_tokens": config.rollout.max_new_tokens,
+        }
+
+    def __call__(self, step: int) -> float:
+        prompts = self._tokenizer(
+            [problem.prompt for problem in self._problems], return_tensors="pt", padding=True, padding_side="left"
+        )
+        was_training = self._model.training
+        self._model.eval()
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(1_000_003 * self._seed + step)
+            ids_BT = self._model.generate(
+                input_ids=prompts["input_ids"], attention_mask=prompts["attention_mask"], **self._sampling
+            )
+        self._model.train(was_training)
+        answers = self._tokenizer.batch_decode(ids_BT[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+        rewards = [self._task.grade(problem, answer) for problem, answer in zip(self._problems, answers, strict=True)]
+        return sum(rewards) / len(rewards)
+
+
+def trl_config(config: RunConfig, folder: str, *, max_steps: int) -> GRPOConfig:
+    """The recipe in TRL's words."""
+    optimizer, algorithm, sampling = config.trainer.optimizer, config.trainer.algorithm, config.rollout.sampling
+    return GRPOConfig(
+        output_dir=folder,
+        seed=config.seed,
+        max_steps=max_steps,
+        per_device_train_batch_size=config.trainer.groups_per_step * config.data.group_size,
+        gradient_accumulation_steps=1,
+        num_generations=config.data.group_size,
+        max_completion_length=config.rollout.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        learning_rate=optimizer.lr,
+        lr_scheduler_type="constant",
+        warmup_steps=optimizer.warmup_steps,
+        adam_beta1=optimizer.beta1,
+        adam_beta2=optimizer.beta2,
+        adam_epsilon=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        max_grad_norm=optimizer.max_grad_norm,
+        loss_type={"token_mean": "dapo", "sequence_mean": "grpo"}[algorithm.loss],
+        scale_rewards={"grpo": "group", "grpo_no_std": "none"}[algorithm.advantage],
+        epsilon=algorithm.clip_low,
+        epsilon_high=algorithm.clip_high,
+        beta=algorithm.kl_coefficient,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+
+
+def rewards(
+    completions: Sequence[str], problem_index: Sequence[int], *, task: Task, problems: Sequence[Problem], **_: Any
+) -> list[float]:
+    """The task's own grades."""
+    return [task.grade(problems[index], answer) for index, answer in zip(problem_index, completions, strict=True)]
+
+
+def time_generation(model: PreTrainedModel, timer: StepTimer) -> None:
+    """Add up what the model's generate takes."""
+    generate = model.generate
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.monotonic()
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            timer.generate_s += time.monotonic() - began_s
+
+    model.generate = timed
+
+
+def train(config: RunConfig, folder: str, *, max_steps: int, target: float, evaluate: bool) -> dict[str, Any]:
+    """Train until the target or the last step; what was measured."""
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
+    task = build_task(config.task.path, config.task.options)
+    problems = task.problems("train")
+    timer = StepTimer(
+        Evaluation(model, tokenizer, task, config) if evaluate else None,
+        every_steps=config.evaluation.every_steps,
+        target=target,
+    )
+    time_generation(model, timer)
+    columns = {"prompt": [problem.prompt for problem in problems], "problem_index": list(range(len(problems)))}
+    reward = partial(rewards, task=task, problems=problems)
+    reward.__name__ = "grade"  # TRL names its metrics after the function
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=trl_config(config, folder, max_steps=max_steps),
+        train_dataset=Dataset.from_dict(columns),
+        callbacks=[timer],
+    )
+    trainer.train()
+    return {
+        "first_step_at": (timer.first_step_at or 0.0) + time.time() - time.monotonic(),
+        "evaluation_s": timer.evaluation_s,
+        "steps": timer.steps,
+        "evaluations": timer.evaluations,
+    }
+
+
+def main() -> None:
+    """Train and write down."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--max-steps", type=int, default=60)
+    parser.add_argument("--target", type=float, default=1.0, help="held-out accuracy to stop at")
+    parser.add_argument("--no-evaluation", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    config = load_recipe(options.recipe, [f"seed={options.seed}"])
+    with tempfile.TemporaryDirectory() as folder:
+        measured = train(
+            config,
+            folder,
+            max_steps=options.max_steps,
+            target=options.target,
+            evaluate=not options.no_evaluation,
+        )
+    options.out.write_text(json.dumps({"threads": options.threads, "pid": os.getpid(), **measured}))
+
+
+if __name__ == "__main__":
+    main()
