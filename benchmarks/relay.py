@@ -15,10 +15,11 @@ import argparse
 import asyncio
 import itertools
 import json
-import multiprocessing
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -28,12 +29,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from laminar.relay.client import ClientRules
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
-from laminar.relay.service import RelayService
 from laminar.relay.tensors import copy_all
 
 SECRET = b"benchmark"
+RULES = ClientRules(connect_s=60.0)
+
+RELAY = f"""
+import asyncio, pathlib, sys
+from laminar.relay.service import RelayService
+asyncio.run(RelayService(socket_path=pathlib.Path(sys.argv[1]), secret={SECRET!r}, keep_versions=2).run())
+"""
 Times = dict[str, list[float]]
 
 
@@ -76,13 +84,12 @@ def measure(name: str, model: dict[str, torch.Tensor], options: argparse.Namespa
     """One row: run a relay, publish and read."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "relay.sock"
-        relay = multiprocessing.get_context("spawn").Process(target=run_relay, args=(path,), daemon=True)
-        relay.start()
+        relay = subprocess.Popen([sys.executable, "-c", RELAY, str(path)])
         try:
             times, facts = asyncio.run(measure_links(path, model, options))
         finally:
             relay.kill()
-            relay.join()
+            relay.wait()
     measure_file(model, times)
     medians = {key: round(statistics.median(values) * 1e3, 3) for key, values in sorted(times.items())}
     ratios = {
@@ -99,9 +106,9 @@ async def measure_links(
 ) -> tuple[Times, dict[str, object]]:
     times: Times = defaultdict(list)
     async with (
-        WeightPublisher(path, SECRET, options.dtype, num_threads=options.threads) as publisher,
-        WeightReader(path, SECRET) as reader,
-        WeightReader(path, SECRET) as waiter,
+        WeightPublisher(path, SECRET, options.dtype, num_threads=options.threads, rules=RULES) as publisher,
+        WeightReader(path, SECRET, rules=RULES) as reader,
+        WeightReader(path, SECRET, rules=RULES) as waiter,
     ):
         await reader.newest()  # the relay is there
         before_bytes = private_bytes()
@@ -171,10 +178,6 @@ def measure_file(model: dict[str, torch.Tensor], times: Times) -> None:
         for _ in range(3):
             times["torch_save"].append(seconds(lambda: torch.save(model, path)))
             times["torch_load"].append(seconds(lambda: torch.load(path)))
-
-
-def run_relay(path: Path) -> None:
-    asyncio.run(RelayService(socket_path=path, secret=SECRET, keep_versions=2).run())
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ import random
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from os import cpu_count, getloadavg
 from time import process_time
 
@@ -70,7 +71,7 @@ def plan_literally(fleet: list[RepackCandidate], rules: RepackRules) -> list[tup
 
 
 def median_ms(work: Callable[[], object], repeats: int) -> float:
-    """Median of CPU time, which a busy neighbour lengthens less than wall time; the planner is one thread without I/O."""
+    """Median of CPU time, which busy neighbours lengthen less than wall time; the work is one thread without I/O."""
     times = []
     for _ in range(repeats):
         began = process_time()
@@ -85,12 +86,12 @@ def main() -> int:
         fleet = random_fleet(size)
         plan: RepackPlan = plan_repack(fleet, RULES)
         row: dict[str, float] = {"replicas": size, "moves": len(plan.moves)}
-        row["plan_ms"] = round(median_ms(lambda fleet=fleet: plan_repack(fleet, RULES), 15), 3)
+        row["plan_ms"] = round(median_ms(partial(plan_repack, fleet, RULES), 15), 3)
         if plan_literally(fleet, RULES) != [(move.source, move.destination) for move in plan.moves]:
             print(f"the plans for {size} replicas differ", file=sys.stderr)
             return 1
         repeats = 3 if size <= 1_000 else 1
-        row["literal_ms"] = round(median_ms(lambda fleet=fleet: plan_literally(fleet, RULES), repeats), 1)
+        row["literal_ms"] = round(median_ms(partial(plan_literally, fleet, RULES), repeats), 1)
         row["ratio"] = round(row["literal_ms"] / row["plan_ms"], 1)
         results.append(row)
     print(

@@ -64,7 +64,7 @@ def torch_kit(folder: Path) -> EngineKit:
             max_running=max_running,
             kv_capacity_tokens=kv_capacity_tokens,
             prefill_chunk_tokens=16,
-            quantum_s=1e-6,  # one iteration per step
+            quantum_s=0.0,  # one iteration per step
             page_tokens=PAGE_TOKENS,
         )
         return build_engine("torch", folder, rules)

@@ -307,7 +307,7 @@ class ShardMachine(RuleBasedStateMachine):
             t.lease, t.attempt, t.adopted_from = target, t.attempt + 1, source
         if moved:
             self.model.leases[target] = about
-        mine = {i: t for i, t in self.model.held(target).items() if t.adopted_from == source}
+        mine = {i: t for i, t in self.model.held(target).items() if t.adopted_from == source and about[0] == under}
         assert {i.trajectory_id: (i.attempt, response_ids(i.pieces), i.version) for i in batch.items} == {
             i: (t.attempt, t.tokens, t.version) for i, t in mine.items()
         }

@@ -1,6 +1,6 @@
 """Back-pressure: how much a claim may draw, and what that bounds."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.scheduling.admission import (
@@ -14,6 +14,7 @@ from laminar.scheduling.admission import (
 counts = st.integers(0, 50)
 
 
+@settings(deadline=None)
 @given(counts, counts, counts, st.none() | st.integers(0, 120), counts, st.integers(1, 60), st.integers(1, 8), counts)
 def test_a_draw_keeps_every_bound_and_is_as_large_as_they_allow(
     in_flight, ready, taken, total, returned, ahead, group_size, asked
@@ -47,6 +48,7 @@ def test_what_came_back_is_issued_before_new_prompts_even_beyond_the_bound():
     assert (issue.num_returned, issue.num_new_groups) == (5, 0)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 20), st.lists(st.integers(0, 1_000), max_size=150))
 def test_no_group_waits_longer_than_the_bound_under_fifo(groups_per_step, slack, moves):
     """A pipeline in which claims, completions and training happen in any order."""

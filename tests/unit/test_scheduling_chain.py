@@ -1,7 +1,7 @@
 """The broadcast chain: its order, its repair, its master and its chunks."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.scheduling.chain import (
@@ -24,6 +24,7 @@ places = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, m
 )
 
 
+@settings(deadline=None)
 @given(places, st.data())
 def test_a_chain_starts_with_the_master_and_enters_every_rack_and_machine_once(relays, data):
     master = data.draw(st.sampled_from([place.relay_id for place in relays]))
@@ -36,6 +37,7 @@ def test_a_chain_starts_with_the_master_and_enters_every_rack_and_machine_once(r
         assert len(entered) == len(set(spots))
 
 
+@settings(deadline=None)
 @given(places)
 def test_a_chain_does_not_depend_on_the_order_in_which_relays_registered(relays):
     assert plan_chain(relays, "relay-0") == plan_chain(relays[::-1], "relay-0")
@@ -46,6 +48,7 @@ def test_a_master_outside_the_chain_is_refused():
         plan_chain([RelayPlace(relay_id="relay-0", rack="a", machine="a")], "relay-9")
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 30), unique=True), st.sets(st.integers(0, 30)))
 def test_repair_removes_the_lost_and_moves_nobody(numbers, lost_numbers):
     chain = [f"relay-{n}" for n in numbers]
@@ -64,6 +67,7 @@ def test_the_newest_version_leads_and_of_equals_the_first_in_the_chain():
     assert elect_master([], epoch=0) is None
 
 
+@settings(deadline=None)
 @given(
     st.integers(2, 2_000), st.integers(1, 200 * 10**9), st.floats(1e-6, 1e-2), st.floats(1e8, 2e11), st.integers(1, 500)
 )
@@ -87,6 +91,7 @@ def test_free_start_up_makes_chunks_as_small_as_allowed():
     assert best_chunk_bytes(8, 2**30, startup_s=0.0, bytes_per_s=1e9) == MIN_CHUNK_BYTES
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.sets(st.integers(0, 50)), st.none() | st.sets(st.integers(0, 50)))
 def test_only_missing_chunks_that_are_there_are_sent_in_order(num_chunks, received, available):
     sent = missing_chunks(num_chunks, received, available)

@@ -337,6 +337,26 @@ def test_a_replica_between_batches_is_asked_to_adopt_one_orphan_at_a_time():
     assert adopts(driver.tell(Adopted(replica_id="replica-2", lease_id="replica-0/1/1"))) == []
 
 
+def test_an_adopter_that_begins_a_batch_of_another_version_has_missed_the_order():
+    driver = Driver(3)
+    for number in range(3):
+        driver.beat(number, kv_used=100 * number)
+    driver.tell(Lost(replica_id="replica-0", incarnation=1, reason="gone"))
+    assert adopts(driver.beat(1, version=1, cycle=2)) == [("replica-2", "replica-0/1/1")]
+
+
+def test_an_adoption_whose_answer_was_lost_is_seen_in_the_list():
+    driver = Driver(2)
+    driver.beat(0)
+    driver.tell(Lost(replica_id="replica-0", incarnation=1, reason="gone"))
+    assert adopts(driver.beat(1, version=7, cycle=None)) == [("replica-1", "replica-0/1/1")]
+    driver.tell(LeasesSeen(leases=()))
+    assert "replica-0/1/1" in driver.fleet.orphans, "the adopter does not run it yet"
+    driver.beat(1, version=0, cycle=5)
+    driver.tell(LeasesSeen(leases=(a_lease(1, cycle=5),)))
+    assert driver.fleet.orphans == {}
+
+
 def test_versions_of_batches_and_orphans_are_pinned_and_only_changes_are_told():
     driver = Driver(2)
     assert driver.beat(0, version=5) == (Pin(versions=(5,)),)

@@ -1,10 +1,10 @@
 """The order of prompts and the seeds of trajectories."""
 
 from collections import Counter
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.scheduling.order import prompt_at, stable_hash, trajectory_seed
@@ -19,16 +19,19 @@ def epoch_order(epoch: int, num_prompts: int, seed: int, shuffle: bool = True) -
     return [index for _, index in drawn]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), seeds, st.integers(0, 1_000))
 def test_every_epoch_draws_each_prompt_once(num_prompts, seed, epoch):
     assert sorted(epoch_order(epoch, num_prompts, seed)) == list(range(num_prompts))
 
 
+@settings(deadline=None)
 @given(st.integers(1, 100), seeds)
 def test_without_shuffling_prompts_come_in_file_order(num_prompts, seed):
     assert epoch_order(3, num_prompts, seed, shuffle=False) == list(range(num_prompts))
 
 
+@settings(deadline=None)
 @given(st.integers(30, 200), seeds, st.integers(0, 50))
 def test_epochs_and_seeds_have_orders_of_their_own(num_prompts, seed, epoch):
     order = epoch_order(epoch, num_prompts, seed)
@@ -37,6 +40,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(num_prompts, seed, epoch):
     assert order != list(range(num_prompts))
 
 
+@settings(deadline=None)
 @given(st.integers(2**20, 2**50), seeds, st.integers(0, 2**60))
 def test_positions_of_a_huge_data_set_do_not_collide(num_prompts, seed, start):
     drawn = [prompt_at(position, num_prompts, seed, True) for position in range(start, start + 100)]
@@ -56,7 +60,7 @@ def test_small_data_sets_are_shuffled_evenly(num_prompts):
 
 def test_neighbours_do_not_stay_neighbours():
     order = epoch_order(0, 10_000, 7)
-    close = sum(abs(a - b) < 100 for a, b in zip(order, order[1:], strict=False))
+    close = sum(abs(a - b) < 100 for a, b in pairwise(order))
     assert close < 300, "2 % of the pairs are expected by chance"
 
 
@@ -72,6 +76,7 @@ def test_a_position_outside_the_data_set_is_refused():
         prompt_at(-1, 5, 0, True)
 
 
+@settings(deadline=None)
 @given(seeds, st.integers(0, 2**40), st.integers(0, 1_000))
 def test_trajectory_seeds_have_63_bits(run_seed, position, member):
     assert 0 <= trajectory_seed(run_seed, position, member) < 2**63

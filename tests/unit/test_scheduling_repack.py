@@ -81,6 +81,7 @@ def algorithm_1(group: list[RepackCandidate], rules: RepackRules) -> list[tuple[
     return [(s.replica_id, d.replica_id) for s, d in plan]
 
 
+@settings(deadline=None)
 @given(fleets(), st.integers(2, 30), st.sampled_from([0.5, 0.9, 0.99, 1.0]))
 def test_the_plan_is_that_of_the_guarded_algorithm_1(fleet, max_running, max_kv_fill):
     rules = RepackRules(max_running=max_running, max_kv_fill=max_kv_fill)
@@ -90,6 +91,7 @@ def test_the_plan_is_that_of_the_guarded_algorithm_1(fleet, max_running, max_kv_
     assert [(m.source, m.destination) for m in plan_repack(fleet, rules).moves] == expected
 
 
+@settings(deadline=None)
 @given(fleets(one_size=False), st.integers(2, 30), st.sampled_from([0.5, 0.99]))
 def test_no_plan_overfills_mixes_versions_or_releases_a_destination(fleet, max_running, max_kv_fill):
     plan = plan_repack(fleet, RepackRules(max_running=max_running, max_kv_fill=max_kv_fill))
@@ -109,6 +111,7 @@ def test_no_plan_overfills_mixes_versions_or_releases_a_destination(fleet, max_r
     assert plan.reprefill_tokens == sum(by_id[r].kv_used_tokens for r in plan.released)
 
 
+@settings(deadline=None)
 @given(fleets(max_size=15), st.randoms(use_true_random=False))
 def test_the_plan_does_not_depend_on_the_order_of_the_candidates(fleet, random):
     rules = RepackRules(max_running=16)
@@ -117,6 +120,7 @@ def test_the_plan_does_not_depend_on_the_order_of_the_candidates(fleet, random):
     assert plan_repack(shuffled, rules) == plan_repack(fleet, rules)
 
 
+@settings(deadline=None)
 @given(fleets(max_size=15))
 def test_after_the_moves_no_replica_without_a_part_in_them_could_still_have_been_released_for_free(fleet):
     rules = RepackRules(max_running=12)
@@ -142,7 +146,7 @@ def test_one_replica_alone_stays_where_it_is():
     assert plan_repack([a_candidate(0, 1, 1)], RepackRules(max_running=10)).moves == ()
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), min_size=100, max_size=300),
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 6)), max_size=300),
@@ -226,6 +230,7 @@ def test_a_new_batch_and_a_new_life_start_without_idleness():
     assert fold([*tail, a_load(0, 0, lease=None)], RULES)[-1] is False
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, CAPACITY), st.integers(0, 20), st.integers(0, 3)), min_size=1, max_size=20))
 def test_the_latch_holds_until_the_batch_ends_and_strict_implies_latched(looks):
     loads = [a_load(kv, running, waiting=waiting) for kv, running, waiting in looks]

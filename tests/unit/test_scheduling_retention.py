@@ -1,6 +1,6 @@
 """Which weight versions stay, and which slot the next one takes."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.scheduling.retention import MakeSlot, Slot, UseSlot, slot_for_new_version, versions_to_evict
@@ -8,6 +8,7 @@ from laminar.scheduling.retention import MakeSlot, Slot, UseSlot, slot_for_new_v
 versions = st.sets(st.integers(0, 15), max_size=8)
 
 
+@settings(deadline=None)
 @given(versions, versions, versions, st.integers(0, 5))
 def test_exactly_the_old_versions_that_nobody_needs_go_oldest_first(complete, in_use, pinned, keep_newest):
     evicted = versions_to_evict(complete, in_use, pinned, keep_newest)
@@ -15,6 +16,7 @@ def test_exactly_the_old_versions_that_nobody_needs_go_oldest_first(complete, in
     assert list(evicted) == sorted(complete - in_use - pinned - newest)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(["free", "filling", "complete"]), max_size=8),
     st.lists(st.sampled_from([50, 100, 200]), min_size=8, max_size=8),

@@ -1,6 +1,6 @@
 """Two budgets for two kinds of failure."""
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.scheduling.retries import Drop, FailureCounts, Retry, RetryRules, decide_retry
@@ -8,6 +8,7 @@ from laminar.scheduling.retries import Drop, FailureCounts, Retry, RetryRules, d
 RULES = RetryRules(infrastructure_failures=6, data_failures=2)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(["infrastructure", "data"]), max_size=20))
 def test_a_trajectory_is_dropped_when_one_of_its_budgets_is_used_up_and_not_before(failures):
     counts = FailureCounts()
@@ -15,9 +16,7 @@ def test_a_trajectory_is_dropped_when_one_of_its_budgets_is_used_up_and_not_befo
         verdict = decide_retry(counts, kind, "it broke", RULES)
         counts = verdict.counts
         so_far = failures[:number]
-        assert counts == FailureCounts(
-            infrastructure=so_far.count("infrastructure"), data=so_far.count("data")
-        )
+        assert counts == FailureCounts(infrastructure=so_far.count("infrastructure"), data=so_far.count("data"))
         used_up = counts.infrastructure >= 6 if kind == "infrastructure" else counts.data >= 2
         assert isinstance(verdict, Drop if used_up else Retry)
         if isinstance(verdict, Drop):

@@ -1,7 +1,7 @@
 """Which complete groups train next, which are dropped, and that a user's function is checked."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laminar.scheduling.eviction import EVICTIONS, none, oldest_version
@@ -31,6 +31,7 @@ def ready_groups(draw):
 
 
 @pytest.mark.parametrize("name", sorted(SAMPLERS))
+@settings(deadline=None)
 @given(ready=ready_groups(), num_groups=st.integers(1, 8), learner_version=st.integers(0, 8))
 def test_every_sampler_keeps_the_contract(name, ready, num_groups, learner_version):
     draw = SAMPLERS[name](ready, num_groups, learner_version, RULES)
@@ -39,6 +40,7 @@ def test_every_sampler_keeps_the_contract(name, ready, num_groups, learner_versi
     assert len(draw.picked) == (num_groups if left >= num_groups else 0)
 
 
+@settings(deadline=None)
 @given(ready_groups(), st.integers(1, 5))
 def test_fifo_takes_in_order_of_completion(ready, num_groups):
     picked = fifo(ready, num_groups, 0, RULES).picked
@@ -46,6 +48,7 @@ def test_fifo_takes_in_order_of_completion(ready, num_groups):
     assert [completed[i] for i in picked] == list(range(len(picked)))
 
 
+@settings(deadline=None)
 @given(ready_groups(), st.integers(1, 5))
 def test_freshest_leaves_nothing_newer_behind(ready, num_groups):
     picked = set(freshest(ready, num_groups, 0, RULES).picked)
@@ -54,6 +57,7 @@ def test_freshest_leaves_nothing_newer_behind(ready, num_groups):
         assert min(g.version for g in ready if g.group_id in picked) >= max(left)
 
 
+@settings(deadline=None)
 @given(ready_groups(), st.integers(0, 8))
 def test_bounded_staleness_trains_nothing_older_and_drops_it_with_a_reason(ready, learner_version):
     draw = bounded_staleness(ready, 3, learner_version, RULES)
@@ -89,6 +93,7 @@ def test_a_draw_that_breaks_the_contract_is_refused(draw, complaint):
         check_draw(draw, ready, 2)
 
 
+@settings(deadline=None)
 @given(ready_groups(), st.integers(0, 12))
 def test_eviction_drops_the_oldest_versions_beyond_the_capacity(ready, capacity):
     evicted = {group_id for group_id, _ in oldest_version(ready, capacity, 7)}

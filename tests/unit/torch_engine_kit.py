@@ -100,6 +100,17 @@ def run(runner: TorchRunner, requests: list[Request]) -> dict[str, Output]:
     return {output.request_id: output for output in runner.collect()}
 
 
+def joined(outputs: Iterable[Output], request_id: str) -> Output:
+    """All reports of one request as one."""
+    parts = [output for output in outputs if output.request_id == request_id]
+    return Output(
+        request_id=request_id,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        logprobs=tuple(logprob for part in parts for logprob in part.logprobs),
+        finish=parts[-1].finish,
+    )
+
+
 def reference_logprobs(model: PreTrainedModel, request: Request, output: Output) -> torch.Tensor:
     """Log-probs of every token at every place of the answer, by transformers; [answer, vocab]."""
     with torch.no_grad():

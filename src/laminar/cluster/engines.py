@@ -4,25 +4,22 @@ from typing import assert_never
 
 from laminar.config.engines import CustomEngineConfig, ScriptedEngineConfig, TorchEngineConfig
 from laminar.config.run_config import RunConfig
+from laminar.engines.factory import build_engine as build
 from laminar.engines.protocol import Engine
+from laminar.engines.rules import ScriptedEngineRules, TorchEngineRules
+from laminar.tasks.loading import load_object
 
 
 def build_engine(config: RunConfig) -> Engine:
-    """The engine of one replica; each kind is imported on use."""
-    engine = config.rollout.engine
+    """The engine of one replica."""
+    engine, model_path = config.rollout.engine, config.model.path
     match engine:
         case TorchEngineConfig():
-            from laminar.engines.torch_engine import TorchEngine, TorchEngineRules
-
-            return TorchEngine(config.model.path, TorchEngineRules(**engine.model_dump(exclude={"kind"})))
+            return build(engine.kind, model_path, TorchEngineRules(**engine.model_dump(exclude={"kind"})))
         case ScriptedEngineConfig():
-            from laminar.engines.scripted_engine import ScriptedEngine, ScriptedEngineRules
-
-            return ScriptedEngine(ScriptedEngineRules(**engine.model_dump(exclude={"kind"})))
+            return build(engine.kind, model_path, ScriptedEngineRules(**engine.model_dump(exclude={"kind"})))
         case CustomEngineConfig():
-            from laminar.tasks.loading import load_object
-
-            custom: Engine = load_object(engine.path)(model_path=config.model.path, **engine.options)
+            custom: Engine = load_object(engine.path)(model_path=model_path, **engine.options)
             return custom
         case _:
             assert_never(engine)

@@ -57,11 +57,15 @@ def ray_instance(namespace: str) -> Iterator[Path]:
             _temp_dir=str(scratch / "ray"),
         )
         # Ray prints a paragraph on every process that dies; the run's own events say it in a line.
-        ray._private.worker.print_to_stdstream = lambda *_: None
+        ray._private.worker.print_to_stdstream = _say_nothing
         yield scratch
     finally:
         ray.shutdown()
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    pass
 
 
 def sweep_scratch() -> None:

@@ -35,8 +35,6 @@ class ScriptedEngineConfig(Section):
     """Size of the emulated KV cache, in tokens."""
     token_s: NonNegativeFloat = 0.001
     """Time of one decode step, whatever the batch."""
-    answer_tokens: PositiveInt = 32
-    """Median length of an answer; lengths vary with the seed."""
 
 
 class CustomEngineConfig(Section):

@@ -53,10 +53,12 @@ class PartialPool:
         row = self._rows.get(lease_id)
         return list(self._held.get(row.num, {}).values()) if row else []
 
-    def adopted(self, lease_id: str, from_lease: str) -> list[Trajectory]:
-        """Unfinished trajectories of a lease that it took over from another one."""
-        source = self._rows.get(from_lease)
-        return [t for t in self.held(lease_id) if source is not None and t.row.adopted_from == source.num]
+    def adopted(self, from_lease: str, to_lease: str, version: int) -> list[Trajectory]:
+        """Unfinished trajectories that one lease took over from another one, if that is what it runs under."""
+        source, target = self._rows.get(from_lease), self._rows.get(to_lease)
+        if source is None or target is None or target.version != version:
+            return []
+        return [t for t in self.held(to_lease) if t.row.adopted_from == source.num]
 
     def movable(self, from_lease: str, to_lease: str, version: int) -> list[Trajectory]:
         """What may go from one lease to another under `version`: what has tokens of that version, or none.

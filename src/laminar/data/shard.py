@@ -156,7 +156,8 @@ class DataShard:
                 num_tokens=sum(trajectory.response.num_tokens for trajectory in movable),
             )
             self._write()
-        return self._claims.batch(self._pool.adopted(to_lease, from_lease), self._pool.purpose(to_lease) or "training")
+        adopted = self._pool.adopted(from_lease, to_lease, version)
+        return self._claims.batch(adopted, self._pool.purpose(to_lease) or "training")
 
     # ---- for the manager
 

@@ -50,12 +50,13 @@ class Waiter(Struct, frozen=True):
 class SqliteJournal:
     """A journal in a file. A context manager: on the way out everything queued is written and the file closed."""
 
-    def __init__(self, path: Path, *, flush_s: float) -> None:
+    def __init__(self, path: Path, *, flush_s: float, deadline_s: float = DURABLE_DEADLINE_S) -> None:
         self._path = path
         self._flush_s = flush_s
+        self._deadline_s = deadline_s
         self._lock_fd = _lock(path)
         try:
-            self._connection = _open_to_write(path)
+            self._connection = _open_to_write(path, deadline_s)
             self._writer = TableWriter(self._connection)
         except BaseException:
             os.close(self._lock_fd)
@@ -98,11 +99,11 @@ class SqliteJournal:
             future = self._wait_for(self._num_written)
             self._changed.notify()
         try:
-            async with asyncio.timeout(DURABLE_DEADLINE_S):
+            async with asyncio.timeout(self._deadline_s):
                 await future
         except TimeoutError:
             raise RunFailed(
-                f"the disk of {self._path} did not store the journal within {DURABLE_DEADLINE_S:g} s; "
+                f"the disk of {self._path} did not store the journal within {self._deadline_s:g} s; "
                 "check it, then resume the run"
             ) from None
 
@@ -232,9 +233,10 @@ def _lock(path: Path) -> int:
     return fd
 
 
-def _open_to_write(path: Path) -> sqlite3.Connection:
+def _open_to_write(path: Path, deadline_s: float) -> sqlite3.Connection:
     try:
-        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        # The timeout is for tools of the user that lock the file for a moment.
+        connection = sqlite3.connect(path, timeout=deadline_s, isolation_level=None, check_same_thread=False)
     except sqlite3.Error as error:
         raise UserError(f"the journal {path} cannot be opened: {error}") from None
     try:

@@ -41,9 +41,9 @@ class TorchRunner:
         self._quantum_s = rules.quantum_s
         self._device = torch.device(rules.device)
         self._shape = read_shape(model_path)
-        self.model = Llama(self._shape, dtype, self._device)
-        self.kv = _build_kv(self._shape, batch_rules, dtype, self._device)
-        self._rows = DecodeRows(
+        self._model = Llama(self._shape, dtype, self._device)
+        self._kv = _build_kv(self._shape, batch_rules, dtype, self._device)
+        self.rows = DecodeRows(
             max_rows=batch_rules.max_running,
             num_pages=batch_rules.num_pages,
             max_pages_per_row=min(batch_rules.num_pages, batch_rules.pages_for(self._shape.max_positions)),
@@ -77,8 +77,8 @@ class TorchRunner:
         """Replace all weights in place and wipe the KV memory."""
         if self._book:
             raise RuntimeError(f"weights can only be swapped when idle; the engine has {len(self._book)} requests")
-        self.model.load(tensors)
-        self.kv.clear()
+        self._model.load(tensors)
+        self._kv.clear()
         self._version = version
 
     @torch.inference_mode()
@@ -87,55 +87,57 @@ class TorchRunner:
         if self._version is None:
             raise RuntimeError("the engine has requests but no weights; call load_weights first")
         deadline_s = time.perf_counter() + self._quantum_s
-        while self._book.has_work() and time.perf_counter() < deadline_s:
+        while self._book.has_work():
             self._iterate()
+            if time.perf_counter() >= deadline_s:
+                return
 
     def collect(self) -> list[Output]:
         return self._book.collect()
 
     def abort(self, request_ids: Sequence[str] | None) -> list[Output]:
-        return self._book.abort(request_ids, forget=self._rows.remove)
+        return self._book.abort(request_ids, forget=self.rows.remove)
 
     def _iterate(self) -> None:
         plan = self._book.batcher.plan()
         for live in plan.dropped:
-            self._rows.remove(live)
+            self.rows.remove(live)
         for live in plan.grown:
-            self._rows.grow(live)
+            self.rows.grow(live)
         if plan.page_copies:
-            self.kv.copy_pages(plan.page_copies)
+            self._kv.copy_pages(plan.page_copies)
         for live in plan.joining:
-            self._rows.add(live)
-        logits = self.model.forward(self._batch(plan), self.kv)
+            self.rows.add(live)
+        logits = self._model.forward(self._batch(plan), self._kv)
         if logits is not None:
-            self._take(*sample(logits, self._upload(self._rows.uniforms()), self._sampling()))
+            self._take(*sample(logits, self._upload(self.rows.uniforms()), self._sampling()))
 
     def _take(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Append one token to every row and let go of what has ended."""
         token_ids, values = tokens.tolist(), logprobs.tolist()
         if not math.isfinite(sum(values)):
             raise RuntimeError(f"version {self._version} of the model computes log-probs that are not finite")
-        self._rows.advance(token_ids)
+        self.rows.advance(token_ids)
         ended = []
-        for live, token_id, logprob in zip(self._rows.lives, token_ids, values, strict=True):
+        for live, token_id, logprob in zip(self.rows.lives, token_ids, values, strict=True):
             live.append(token_id, logprob)
             if live.finish is not None:
                 ended.append(live)
         for live in ended:
-            self._rows.remove(live)
+            self.rows.remove(live)
             self._book.batcher.remove(live)
         if ended:
             self._compact()
 
     def _compact(self) -> None:
-        unused = self._rows.span - 1 - self._book.batcher.num_pages_used
-        if unused > max(FEW_PAGES, IDLE_SPAN * self._rows.span):
+        unused = self.rows.span - 1 - self._book.batcher.num_pages_used
+        if unused > max(FEW_PAGES, IDLE_SPAN * self.rows.span):
             moves = self._book.batcher.compact()
-            self.kv.copy_pages(list(moves.items()))
-            self._rows.move_pages(moves)
+            self._kv.copy_pages(list(moves.items()))
+            self.rows.move_pages(moves)
 
     def _batch(self, plan: Plan) -> Batch:
-        rows, first = self._rows, len(self._rows)
+        rows, first = self.rows, len(self.rows)
         columns = [(rows.tokens, rows.positions, rows.pages, rows.offsets)]
         chunks = []
         for equal in _equal_prompts(plan.chunks):
@@ -163,16 +165,16 @@ class TorchRunner:
 
     def _tables(self) -> PageTables:
         """Uploaded when a page came or went; the mask changes with every token."""
-        view = self._rows.begin()
+        view = self.rows.begin()
         if self._seen_pages is None or self._seen_pages[0] is not view:
             self._seen_pages = (view, self._upload(view.owner), self._upload(view.table))
         _, owner, table = self._seen_pages
-        mask = self.kv.mask(self._upload(view.valid), self._shape.num_heads // self._shape.num_kv_heads)
+        mask = self._kv.mask(self._upload(view.valid), self._shape.num_heads // self._shape.num_kv_heads)
         return PageTables(owner_P=owner, table=table, width=view.width, mask=mask)
 
     def _sampling(self) -> RowSampling:
         """Uploaded when a row came or went."""
-        view = self._rows.sampling()
+        view = self.rows.sampling()
         if self._seen_sampling is None or self._seen_sampling[0] is not view:
             rows = RowSampling(
                 temperatures_N=self._upload(view.temperatures),

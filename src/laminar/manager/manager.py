@@ -31,7 +31,7 @@ class ManagerRules(Struct, frozen=True, kw_only=True):
 
 
 class Manager:
-    """Watches the fleet and carries out what scheduling says."""
+    """Watches the fleet and carries out what scheduling says; the methods work while `run` does."""
 
     def __init__(
         self,

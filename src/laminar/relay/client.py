@@ -44,8 +44,8 @@ RETRY_S = 0.05
 class ClientRules:
     """Deadlines of a local peer; what takes time by size gets more by size."""
 
-    connect_s: float = 10.0
-    """The relay may be restarting."""
+    connect_s: float = 30.0
+    """The relay may be starting: on a machine that is busy starting others, a Python process takes seconds."""
     call_s: float = 10.0
     """Answers that need no waiting."""
     publish_s: float = 120.0

@@ -129,8 +129,8 @@ def _on_beat(draft: Draft, load: ReplicaLoad) -> None:
         return
     lives.heard(draft, load)
     if draft.orphans:
-        orphans.claimed_again(draft, load.lease_id)
-        orphans.assign(draft, among=[draft.replicas[load.replica_id]])
+        missed = orphans.reconsider(draft, load)
+        orphans.assign(draft, among=None if missed else [draft.replicas[load.replica_id]])
 
 
 def _is_over(replica: Replica | None, incarnation: int) -> bool:

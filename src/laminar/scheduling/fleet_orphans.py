@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from laminar.scheduling.fleet_state import Adopt, Draft, Orphan, OrphanCause, Replica, StartOver, owner_of
+from laminar.scheduling.fleet_state import Adopt, Draft, Orphan, OrphanCause, Replica, StartOver, held_version, owner_of
 from laminar.schema.fleet import Lease, ReplicaLoad
 
 
@@ -101,7 +101,7 @@ def reconcile(draft: Draft, leases: Iterable[Lease]) -> None:
     draft.pins_may_change = True
     listed = {lease.lease_id for lease in unfinished}
     for orphan in list(draft.orphans.values()):
-        if orphan.lease_id not in listed and orphan.adopter is None:
+        if orphan.lease_id not in listed and not _is_awaited(draft, orphan):
             settle(draft, orphan.lease_id)
     late: dict[str, float] = {}
     for lease in unfinished:
@@ -122,11 +122,25 @@ def reconcile(draft: Draft, leases: Iterable[Lease]) -> None:
     draft.late = late
 
 
-def claimed_again(draft: Draft, lease_id: str | None) -> None:
-    """A heartbeat reports a lease that its owner seemed to deny; unless somebody was told to adopt it, all is well."""
-    orphan = draft.orphans.get(lease_id) if lease_id is not None else None
-    if orphan is not None and orphan.cause == "unclaimed" and orphan.adopter is None:
-        settle(draft, orphan.lease_id)
+def _is_awaited(draft: Draft, orphan: Orphan) -> bool:
+    """Whether an adopter that was between batches has not begun one yet: until then nothing else is sent there."""
+    adopter = draft.replicas.get(orphan.adopter) if orphan.adopter is not None else None
+    return adopter is not None and held_version(adopter.load) is None
+
+
+def reconsider(draft: Draft, load: ReplicaLoad) -> bool:
+    """What a heartbeat says about orphans: its replica runs another version than that of an orphan it was to adopt, and
+    so has missed the order (returns True); or it runs a lease that it seemed to deny, and nobody was told to adopt."""
+    missed = False
+    if load.lease_id is None:
+        return missed
+    for orphan in list(draft.orphans.values()):
+        if orphan.adopter == load.replica_id and load.version != orphan.version:
+            _reopen(draft, orphan)
+            missed = True
+        elif orphan.lease_id == load.lease_id and orphan.cause == "unclaimed" and orphan.adopter is None:
+            settle(draft, orphan.lease_id)
+    return missed
 
 
 def assign(draft: Draft, among: Iterable[Replica] | None = None) -> None:
@@ -150,7 +164,8 @@ def assign(draft: Draft, among: Iterable[Replica] | None = None) -> None:
                 free.append(load)
         elif load.phase == "generating" and load.version is not None:
             of_version.setdefault(load.version, []).append(load)
-    for orphan in sorted(waiting, key=lambda o: o.since_s):
+    served = [orphan for orphan in waiting if free or orphan.version in of_version]
+    for orphan in sorted(served, key=lambda o: o.since_s):
         adopter = _best(draft, orphan, of_version.get(orphan.version, []), adopting)
         if adopter is None:
             adopter = _best(draft, orphan, free, adopting)
@@ -162,7 +177,7 @@ def assign(draft: Draft, among: Iterable[Replica] | None = None) -> None:
 
 
 def _best(draft: Draft, orphan: Orphan, loads: list[ReplicaLoad], adopting: Counter[str]) -> ReplicaLoad | None:
-    """The best adopter that may be asked. The source itself never is; a late heartbeat may still show the lease there."""
+    """The best adopter that may be asked; never the source, on which a late heartbeat may still show the lease."""
     avoided = {replica_id for replica_id, until_s in orphan.avoid if until_s > draft.now_s}
     able = [load for load in loads if load.replica_id not in avoided and load.lease_id != orphan.lease_id]
 

@@ -125,7 +125,7 @@ class Released(Struct, frozen=True, kw_only=True, tag="released"):
 
 
 class Adopted(Struct, frozen=True, kw_only=True, tag="adopted"):
-    """A replica has taken a lease over."""
+    """A replica has taken a lease over, or will before anything else. If this is lost, `LeasesSeen` makes up for it."""
 
     replica_id: str
     lease_id: str

@@ -152,7 +152,8 @@ def plan_repack(candidates: Sequence[RepackCandidate], rules: RepackRules) -> Re
 
     "Fullest" is the one with the fewest free tokens below C_max, which for replicas of one size is the highest KV use,
     and for different sizes still means what it should. Sums per destination are kept as moves are planned, and
-    destinations in order of free tokens, so that 10,000 replicas take some 10 ms (`benchmarks/repack_plan.py`).
+    destinations in order of free tokens: 10,000 replicas took 50 ms of a core that others used too, and the search over
+    all destinations a hundred times as long (`benchmarks/repack_plan.py`).
     """
     groups: dict[int, list[RepackCandidate]] = {}
     for candidate in candidates:

@@ -1,0 +1,185 @@
+"""Replicas, manager and data shard together: moves, deaths and lost lines change who works, never what is answered."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+import virtual_time
+from world import RUN_SEED, STOP, VOCAB, EchoTask, Settings, World
+
+from laminar.engines.scripted_engine import scripted_logprob, scripted_token
+from laminar.scheduling.order import trajectory_seed
+from laminar.schema.tokens import unpack_ids, unpack_logprobs
+from laminar.schema.trajectories import Experience, response_ids, versions_of
+
+
+def played(settings: Settings, trouble: Any = None) -> World:
+    """A whole run, with something happening to it meanwhile."""
+
+    async def main() -> World:
+        async with World(settings) as world:
+            disturbing = asyncio.ensure_future(trouble(world)) if trouble else None
+            await world.train()
+            if disturbing is not None:
+                await disturbing
+        return world
+
+    return virtual_time.run(main())
+
+
+def check_everything_was_trained_once(world: World) -> None:
+    s = world.settings
+    report = world.audit()
+    assert report.problems == ()
+    assert report.counts["trained"] == s.num_steps * s.groups_per_step * s.group_size
+    ids = Counter(member.trajectory_id for group in world.trained for member in group.members)
+    assert set(ids.values()) == {1}
+
+
+def check_answers_are_what_one_version_gives(world: World) -> None:
+    """The scripted engine's tokens follow from prompt, seed, index and version: a mix-up of any of them shows."""
+    with world.journal.rows() as rows:
+        positions = {group.group_id: group.position for group in rows.groups()}
+    for group in world.trained:
+        for member in group.members:
+            seed = trajectory_seed(RUN_SEED, positions[group.group_id], int(member.trajectory_id.rpartition("-")[2]))
+            check_answer(group.prompt.token_ids, seed, member)
+
+
+def check_answer(prompt_ids: tuple[int, ...], seed: int, member: Experience) -> None:
+    *drawn, last = response_ids(member.pieces)
+    assert last == STOP
+    for index, token_id in enumerate(drawn):
+        expected = scripted_token(prompt_ids, seed, index, member.version, VOCAB)
+        assert token_id == (expected if expected != STOP else STOP + 1)
+    logprobs = {logprob for piece in member.pieces for logprob in unpack_logprobs(piece.logprobs)}
+    assert logprobs == {scripted_logprob(member.version)}
+    assert versions_of(member.pieces) == {member.version}
+
+
+def answers(world: World) -> dict[tuple[str, int], list[int]]:
+    return {
+        (member.trajectory_id, member.version): response_ids(member.pieces)
+        for group in world.trained
+        for member in group.members
+    }
+
+
+async def kill_mid_batch(world: World) -> None:
+    await world.until(lambda: world.version >= 1 and world.shard is not None and len(world.facts("claimed")) > 4)
+    await asyncio.sleep(0.3)
+    world.kill("replica-0", 1)
+
+
+async def freeze(world: World) -> None:
+    """No heartbeat and no word to the data shard for long, then all at once again."""
+    await world.until(lambda: world.version >= 1)
+    lines = world.lives["replica-0", 1].lines
+    for line in lines.values():
+        line.is_cut = True
+    await asyncio.sleep(5.0)
+    for line in lines.values():
+        line.is_cut = False
+
+
+def test_an_undisturbed_run_trains_every_trajectory_once_under_one_version() -> None:
+    world = played(Settings())
+    check_everything_was_trained_once(world)
+    check_answers_are_what_one_version_gives(world)
+
+
+def test_repack_moves_trajectories_and_their_answers_stay_what_they_would_have_been() -> None:
+    moved, alone = played(Settings(repack=True)), played(Settings(repack=False))
+    assert moved.facts("repack"), "nothing was moved"
+    assert not alone.facts("repack")
+    check_everything_was_trained_once(moved)
+    check_answers_are_what_one_version_gives(moved)
+    ours, theirs = answers(moved), answers(alone)
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) > 50
+    assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+
+
+def test_a_replica_freed_by_a_repack_takes_new_weights() -> None:
+    world = played(Settings(num_replicas=3, num_steps=8))
+    freed = [event for event in world.facts("pulled") if event["freed_by_repack"]]
+    assert freed
+
+
+def test_a_killed_replica_loses_no_trajectory() -> None:
+    world = played(Settings(), kill_mid_batch)
+    check_everything_was_trained_once(world)
+    check_answers_are_what_one_version_gives(world)
+    assert world.current("replica-0") == 2
+    assert world.facts("adopted"), "its trajectories were not taken over"
+
+
+def test_a_frozen_replica_is_fenced_when_it_wakes() -> None:
+    world = played(Settings(), freeze)
+    check_everything_was_trained_once(world)
+    check_answers_are_what_one_version_gives(world)
+    assert world.current("replica-0") == 2
+
+
+def test_the_only_replica_may_die_and_its_successor_goes_on_under_the_same_version() -> None:
+    world = played(Settings(num_replicas=1), kill_mid_batch)
+    check_everything_was_trained_once(world)
+    adopted = world.facts("adopted")
+    assert adopted
+    assert all(event["to_lease"].startswith("replica-0/2/") for event in adopted)
+
+
+def test_a_data_shard_that_cannot_be_reached_for_a_while_costs_no_token() -> None:
+    async def cut(world: World) -> None:
+        await world.until(lambda: world.version >= 1)
+        for life in world.lives.values():
+            life.lines["data"].is_cut = True
+        await asyncio.sleep(3.0)
+        for life in world.lives.values():
+            life.lines["data"].is_cut = False
+
+    world = played(Settings(), cut)
+    check_everything_was_trained_once(world)
+    assert world.current("replica-0") == world.current("replica-1") == 1
+
+
+def test_episodes_with_an_environment_survive_a_kill_and_count_only_drawn_tokens() -> None:
+    world = played(Settings(environments=EchoTask(), lengths=lambda request: request.num_answered + 6), kill_mid_batch)
+    check_everything_was_trained_once(world)
+    for group in world.trained:
+        for member in group.members:
+            origins = [piece.generated for piece in member.pieces]
+            assert origins == [True, False, True, False, True, False]
+            replies = [unpack_ids(piece.token_ids) for piece in member.pieces if not piece.generated]
+            assert replies == [[51], [52], [53]]
+
+
+def test_evaluation_runs_at_one_version_while_training_goes_on() -> None:
+    async def ask(world: World) -> None:
+        await world.until(lambda: world.version >= 2)
+        await world.shard.request_evaluation(2)
+
+    world = played(Settings(num_heldout=8), ask)
+    (evaluation,) = world.facts("evaluation")
+    assert evaluation["version"] >= 2
+    assert evaluation["num"] == 8
+    check_everything_was_trained_once(world)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_kills_at_many_moments_lose_nothing(seed: int) -> None:
+    async def kills(world: World) -> None:
+        for number in range(3):
+            victim = f"replica-{(seed + number) % 3}"
+            await asyncio.sleep(0.37 * (seed + 1) + 1.3 * number)
+            if world.alive(victim, world.current(victim)) is not None:
+                world.kill(victim, world.current(victim))
+
+    async def begin(world: World) -> None:
+        await world.until(lambda: len(world.lives) >= 3)
+        await kills(world)
+
+    world = played(Settings(num_replicas=3, num_steps=8), begin)
+    check_everything_was_trained_once(world)
+    check_answers_are_what_one_version_gives(world)
