@@ -85,7 +85,7 @@ def impatient_working(problem: Problem, *, rng: random.Random, patience: float) 
     return f"{','.join(written)}#{smaller}"
 
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+Batch = tuple[torch.Tensor, torch.Tensor, float]
 
 
 def batches(
@@ -96,7 +96,11 @@ def batches(
     patience: float,
     rng: random.Random,
 ) -> Iterator[Batch]:
-    """Endless (ids_BT, labels_BT), both padded on the right; labels are -100 outside the answer."""
+    """Endless (ids_BT, labels_BT, weight), padded on the right; labels are -100 outside the answer.
+
+    The weight makes a token count the same in a batch of long rows as in one of short rows; without it, the short
+    answers teach the model to stop far too early.
+    """
     while True:
         rows = []
         for problem in rng.choices(problems, k=batch_size * BUCKET_BATCHES):
@@ -104,13 +108,15 @@ def batches(
             answer = tokenizer.encode(impatient_working(problem, rng=rng, patience=patience))
             rows.append((prompt, [*answer, tokenizer.eos_token_id]))
         rows.sort(key=lambda row: len(row[0]) + len(row[1]))
-        starts = list(range(0, len(rows), batch_size))
-        rng.shuffle(starts)
-        for start in starts:
-            yield _collate(rows[start : start + batch_size], pad_id=tokenizer.pad_token_id)
+        buckets = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+        rng.shuffle(buckets)
+        mean_tokens = sum(len(answer) for _, answer in rows) / len(buckets)
+        for bucket in buckets:
+            ids_BT, labels_BT = _collate(bucket, pad_id=tokenizer.pad_token_id)
+            yield ids_BT, labels_BT, sum(len(answer) for _, answer in bucket) / mean_tokens
 
 
-def _collate(rows: Sequence[tuple[list[int], list[int]]], *, pad_id: int) -> Batch:
+def _collate(rows: Sequence[tuple[list[int], list[int]]], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(len(prompt) + len(answer) for prompt, answer in rows)
     ids_BT = torch.full((len(rows), width), pad_id)
     labels_BT = torch.full((len(rows), width), -100)
@@ -130,9 +136,9 @@ def train(model: LlamaForCausalLM, stream: Iterator[Batch], *, num_steps: int, p
         fall = 0.5 * (1 + math.cos(math.pi * step / num_steps))
         for group in optimizer.param_groups:
             group["lr"] = peak_lr * min(step / 20, 0.01 + 0.99 * fall)
-        ids_BT, labels_BT = next(stream)
+        ids_BT, labels_BT, weight = next(stream)
         loss = model(input_ids=ids_BT, labels=labels_BT).loss
-        loss.backward()
+        (weight * loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -9,7 +9,7 @@ from msgspec import structs
 from laminar.data.audit import audit, audit_rows, describe_prompt, describe_trajectory, dropped
 from laminar.data.journal import Journal, MemoryJournal
 from laminar.data.ports import DataRules
-from laminar.data.rows import ForgetTokens, PieceRow, Row
+from laminar.data.rows import ForgetTokens, PieceRow, Row, TrajectoryRow
 from laminar.data.shard import DataShard
 from laminar.data.sqlite_journal import SqliteJournal
 from laminar.schema.errors import UserError
@@ -117,6 +117,9 @@ def extra(*rows: Row) -> Callable[[MemoryJournal], tuple[Row, ...]]:
     return lambda journal: rows
 
 
+LOOSE = TrajectoryRow(num=18, trajectory_id="x", group=6, member=3, state="waiting", issued_s=0.0)
+
+
 # Numbers 1 and 2 are evaluated, 3 to 8 trained (4 dropped), 9 to 11 taken, 12 to 14 finished, 15 to 17 run.
 @pytest.mark.parametrize(
     ("corrupt", "sentence"),
@@ -135,7 +138,7 @@ def extra(*rows: Row) -> Callable[[MemoryJournal], tuple[Row, ...]]:
         (trajectory(3, state="evaluated"), "is for training, but was evaluated"),
         (trajectory(15, lease=None), "runs in no lease"),
         (trajectory(12, num_tokens=99), "has 99 tokens, but 19 are kept"),
-        (trajectory(17, num=18, trajectory_id="x"), "there are 1 trajectories without a group, not 0"),
+        (extra(LOOSE), "there are 1 trajectories without a group, not 0"),
         (group(4, group_id="0-train0"), "was drawn twice"),
         (group(3, settled=False), "is not settled, but all its members are"),
         (group(4, place=0), "step 1 part 0 do not stand in places"),

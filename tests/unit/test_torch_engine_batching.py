@@ -113,7 +113,9 @@ def test_every_request_finishes_within_the_bounds(workload):
 
 def test_the_newest_is_pushed_out_and_is_the_next_to_return():
     batcher = Batcher(rules(num_pages=4, max_running=2))
-    batcher.submit([request("old", prompt=4, new=12), request("new", prompt=8, new=4), request("last", prompt=4, new=1)])
+    batcher.submit(
+        [request("old", prompt=4, new=12), request("new", prompt=8, new=4), request("last", prompt=4, new=1)]
+    )
     engine = Simulated(batcher)
     while not batcher.num_preempted:
         engine.iterate()

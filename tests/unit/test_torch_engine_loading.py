@@ -1,6 +1,7 @@
 """Weights and configs: copied in place, or refused with a sentence."""
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ def test_weights_are_copied_from_read_only_shared_memory():
     model, other = tiny_model(), tiny_model(initializer_range=0.1)
     runner = runner_for(other)
     buffers = {name: tensor.numpy().copy() for name, tensor in model.state_dict().items()}
-    with pytest.warns(UserWarning, match="not writable"):  # torch warns once about such views; we never write to them
-        views = {}
+    views = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns once that such views must not be written to
         for name, buffer in buffers.items():
             buffer.flags.writeable = False
             views[name] = torch.from_numpy(buffer)
@@ -101,6 +103,14 @@ def test_requests_that_cannot_run_are_refused(request_, message):
     with pytest.raises(ValueError, match=message):
         runner.enqueue([ask("fine", [1, 2]), request_])
     assert runner.is_idle
+
+
+def test_a_request_id_can_be_queued_only_once():
+    runner = runner_for(tiny_model())
+    runner.enqueue([ask("a", [1])])
+    with pytest.raises(ValueError, match="a is already queued"):
+        runner.enqueue([ask("b", [1]), ask("a", [1])])
+    assert runner.load().num_waiting == 1
 
 
 def test_the_factory_names_what_it_knows(tmp_path):

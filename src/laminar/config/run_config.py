@@ -114,7 +114,7 @@ class ManagerConfig(Section):
     start_timeout_s: PositiveFloat = 300.0
     """A replica that has not reported by then counts as failed at start."""
     max_restarts: PositiveInt = 5
-    """Failures in a row before a replica is retired."""
+    """Restarts in a row; a replica that fails once more is retired."""
     backoff_s: PositiveFloat = 1.0
     """Wait before the second restart; doubles with every further one."""
     min_replicas: PositiveInt = 1
