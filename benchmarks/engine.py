@@ -16,7 +16,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -281,7 +281,7 @@ def measure(name: str, case: Case, batches: list[int]) -> dict[str, object]:
         model.config.save_pretrained(folder)
         return {
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "setting": {key: getattr(case, key) for key in Case.__dataclass_fields__},
+            "setting": asdict(case),
             "against_hugging_face": compare(model, Path(folder), case),
             "decode": decode_fractions(model, Path(folder), case, batches),
         }

@@ -76,7 +76,7 @@ def test_a_launcher_killed_alone_takes_everything_with_it(tmp_path: Path) -> Non
         assert len(processes) > 6
         process.kill()
         process.wait(kit.DEADLINE_S)
-        assert kit.survivors(processes, within_s=20.0) == []
+        assert kit.survivors(processes, within_s=10.0) == []
 
 
 TASK = '''

@@ -40,8 +40,8 @@ async def relay(spec: Spec) -> AsyncIterator[Service]:
 async def data(spec: Spec) -> AsyncIterator[Service]:
     """Prompt pool, partial response pool, experience buffer and their journal."""
     from laminar.cluster.prompts import TaskPrompts
-    from laminar.data.shard import DataShard
     from laminar.cluster.wiring import data_rules
+    from laminar.data.shard import DataShard
     from laminar.data.sqlite_journal import SqliteJournal
     from laminar.tasks.loading import build_task
     from laminar.tasks.tokenizer import load_tokenizer

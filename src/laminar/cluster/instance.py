@@ -1,8 +1,8 @@
 """The Ray instance of one run: started by this process, gone with it.
 
-Invariant: all processes of the instance are children of this process (the kernel ends them with it, SIGKILL included),
-and all its files lie in one scratch folder that carries our process id, so that the next start can sweep what a SIGKILL
-left.
+Invariant: the guardian ends every process of the instance when this process ends, SIGKILL included. All files of the
+instance lie in one scratch folder that carries our process id, so that the next start can sweep what is left when the
+guardian was killed, too.
 """
 
 import logging
@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import ray
 
+from laminar.cluster.guardian import guarded
 from laminar.schema.errors import UserError
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -45,23 +46,27 @@ def ray_instance(namespace: str) -> Iterator[Path]:
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-"))
-    try:
-        ray.init(
-            num_cpus=1,  # our actors ask for none; this keeps Ray from starting a worker per core in advance
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level=logging.CRITICAL,
-            configure_logging=True,
-            _temp_dir=str(scratch / "ray"),
-        )
-        # Ray prints a paragraph on every process that dies; the run's own events say it in a line.
-        ray._private.worker.print_to_stdstream = _say_nothing
-        yield scratch
-    finally:
-        ray.shutdown()
-        shutil.rmtree(scratch, ignore_errors=True)
+    with guarded(scratch):
+        try:
+            _init(namespace, scratch)
+            # Ray prints a paragraph on every process that dies; the run's own events say it in a line.
+            ray._private.worker.print_to_stdstream = _say_nothing
+            yield scratch
+        finally:
+            ray.shutdown()
+
+
+def _init(namespace: str, scratch: Path) -> None:
+    ray.init(
+        num_cpus=1,  # our actors ask for none; this keeps Ray from starting a worker per core in advance
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        namespace=namespace,
+        log_to_driver=False,
+        logging_level=logging.CRITICAL,
+        configure_logging=True,
+        _temp_dir=str(scratch / "ray"),
+    )
 
 
 def _say_nothing(*_: object, **__: object) -> None:
