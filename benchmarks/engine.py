@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from laminar.engines.decoder_shape import DecoderShape, read_shape
 from laminar.engines.protocol import Request
 from laminar.engines.rules import TorchEngineRules
 from laminar.engines.torch_engine import TorchEngine
@@ -206,14 +207,11 @@ def compare(model: LlamaForCausalLM, folder: Path, case: Case) -> dict[str, obje
             warm = [min(4, length) for length in lengths]
             loop.run(ours(engine, rows, warm))
             hugging_face(model, rows, warm)
-            pairs = [
-                (
-                    cpu_seconds(lambda lengths=lengths: loop.run(ours(engine, rows, lengths))),
-                    cpu_seconds(lambda lengths=lengths: hugging_face(model, rows, lengths)),
-                )
-                for _ in range(case.repeats)
-            ]
-            ours_s, theirs_s = min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
+            times_s: tuple[list[float], list[float]] = ([], [])
+            for _ in range(case.repeats):
+                times_s[0].append(cpu_seconds(lambda: loop.run(ours(engine, rows, lengths))))  # noqa: B023
+                times_s[1].append(cpu_seconds(lambda: hugging_face(model, rows, lengths)))  # noqa: B023
+            ours_s, theirs_s = min(times_s[0]), min(times_s[1])
             results[name] = {
                 "mean_tokens": round(sum(lengths) / len(lengths), 1),
                 "max_tokens": max(lengths),
@@ -233,18 +231,18 @@ def machine_limits() -> tuple[float, float]:
     return large.nbytes / read_s, 2 * 1024**3 / gemm_s
 
 
-def decode_cost(config: LlamaConfig, batch: int, context: int) -> tuple[float, float]:
+def decode_cost(shape: DecoderShape, batch: int, context: int) -> tuple[float, float]:
     """Bytes that one decode iteration has to read at least, and its FLOPs."""
-    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    matrices = config.hidden_size * (2 * heads + 2 * kv_heads + 3 * config.intermediate_size)
-    weights = config.num_hidden_layers * matrices + config.hidden_size * config.vocab_size
-    cached = config.num_hidden_layers * 2 * kv_heads * context * batch
-    attention = config.num_hidden_layers * 4 * heads * context * batch
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    matrices = shape.hidden * (2 * heads + 2 * kv_heads + 3 * shape.mlp)
+    weights = shape.num_layers * matrices + shape.hidden * shape.vocab
+    cached = shape.num_layers * 2 * kv_heads * context * batch
+    attention = shape.num_layers * 4 * heads * context * batch
     return 4.0 * (weights + cached), 2.0 * weights * batch + attention
 
 
 def decode_fractions(model: LlamaForCausalLM, folder: Path, case: Case, batches: list[int]) -> list[dict[str, object]]:
-    """The best iteration at each batch size, against reading memory, against GEMM, and against the slower of the two."""
+    """The best iteration at each batch size, as shares of memory bandwidth, of GEMM rate, and of the tighter bound."""
     bandwidth, gemm_rate = machine_limits()
     runner = TorchRunner(folder, engine_rules(max(batches), case.prompt_tokens + case.decode_steps, quantum_s=0.0))
     runner.load_weights(1, model.state_dict())
@@ -259,7 +257,7 @@ def decode_fractions(model: LlamaForCausalLM, folder: Path, case: Case, batches:
             runner.collect()
             if before == len(runner.rows) == batch:
                 times.append(elapsed_s)
-        num_bytes, flops = decode_cost(model.config, batch, case.prompt_tokens + case.decode_steps // 2)
+        num_bytes, flops = decode_cost(read_shape(folder), batch, case.prompt_tokens + case.decode_steps // 2)
         best_s = min(times)
         results.append(
             {
@@ -276,7 +274,8 @@ def decode_fractions(model: LlamaForCausalLM, folder: Path, case: Case, batches:
 
 def measure(name: str, case: Case, batches: list[int]) -> dict[str, object]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM({"demo": DEMO, "smol": SMOL}[name]).eval()
+    model = LlamaForCausalLM({"demo": DEMO, "smol": SMOL}[name])
+    model.train(False)
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
         return {

@@ -69,7 +69,7 @@ INTERRUPTED = 128 + signal.SIGINT
 
 
 class StepTime(Struct, frozen=True, kw_only=True):
-    """One step: when it ended, how long the learner wanted for answers (TRL makes them meanwhile), how long it learned."""
+    """One step: its end, how long the learner had to wait for answers (TRL makes them then), how long it learned."""
 
     step: int
     end_s: float
@@ -98,6 +98,11 @@ class Trace(Struct, frozen=True, kw_only=True):
     def reached(self, accuracy: float) -> Measured | None:
         """The first evaluation at or above it."""
         return next((one for one in self.evaluations if one.accuracy >= accuracy), None)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Over the whole run; None if it was at its target from the start."""
+        return self.steps[-1].end_s / len(self.steps) if self.steps else None
 
 
 def laminar_trace(events: Sequence[dict[str, Any]], *, seed: int, spawned_at: float) -> Trace:
@@ -136,7 +141,7 @@ def run_summary(trace: Trace, target: float) -> dict[str, Any]:
         "to_target_steps": reached and reached.step,
         "startup_s": rounded(trace.startup_s),
         "steps": len(trace.steps),
-        "seconds_per_step": rounded(trace.steps[-1].end_s / len(trace.steps)),
+        "seconds_per_step": trace.seconds_per_step and rounded(trace.seconds_per_step),
         "accuracy_start": trace.evaluations[0].accuracy if trace.evaluations else None,
         "accuracy_end": trace.evaluations[-1].accuracy if trace.evaluations else None,
         "profile": {str(mark): profile(trace, mark) for mark in PROFILE_AT} | {"all": step_means(trace.steps)},
@@ -241,8 +246,8 @@ class Bench:
     def _told(self, framework: str, variant: str, trace: Trace) -> Trace:
         reached = trace.reached(self._target)
         outcome = f"target after {reached.at_s:.0f} s" if reached else "no target"
-        each = trace.steps[-1].end_s / len(trace.steps)
-        line = f"{framework}, {variant}, seed {trace.seed}: {outcome}, {len(trace.steps)} steps of {each:.2f} s"
+        pace = f"{len(trace.steps)} steps of {trace.seconds_per_step or 0:.2f} s"
+        line = f"{framework}, {variant}, seed {trace.seed}: {outcome}, {pace}"
         print(line, file=sys.stderr, flush=True)
         return trace
 

@@ -69,8 +69,8 @@ def run_publisher(path: Path, versions: range, num_tensors: int, num_elements: i
     asyncio.run(main())
 
 
-def run_reader(path: Path, last_version: int, pipe: Connection) -> None:
-    """Read the newest version again and again until the last one; tell what was torn, and how many were read."""
+def run_reader(path: Path, num_versions: int, last_version: int, pipe: Connection) -> None:
+    """Read the newest version again and again until so many were seen and the last one is out; tell what was torn."""
 
     async def main() -> None:
         torn: list[str] = []
@@ -78,7 +78,7 @@ def run_reader(path: Path, last_version: int, pipe: Connection) -> None:
         num_reads = 0
         version = -1
         async with WeightReader(path, SECRET) as reader:
-            while version < last_version:
+            while version < last_version or len(seen) < num_versions:
                 if num_reads % 3 == 0:
                     await reader.wait_newer(version, 20.0)
                 async with reader.lease() as held:
@@ -90,7 +90,7 @@ def run_reader(path: Path, last_version: int, pipe: Connection) -> None:
                     if held.tensors.compute_checksum() != held.tensors.checksum:  # type: ignore[attr-defined]
                         torn.append(f"checksum of {version}")
                     torn += [f"{name} of {version}" for name, t in held.tensors.items() if not is_of(t, version)]
-        pipe.send((torn, num_reads, len(seen)))
+        pipe.send((torn, num_reads))
 
     torch.set_num_threads(1)
     asyncio.run(main())
@@ -138,14 +138,15 @@ def private_bytes() -> int:
 
 
 def shared_memory_files() -> list[str]:
-    return sorted(os.listdir("/dev/shm"))
+    """Files in /dev/shm that could be ours; others use it too."""
+    return [name for name in os.listdir("/dev/shm") if "laminar" in name]
 
 
 def weight_segments() -> list[str]:
-    """Memory of weights that some living process holds, by /proc; nothing may be in a file system."""
+    """Memory of weights that this process still holds."""
     found = []
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
+    for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if "laminar-weights" in os.readlink(link):
-                found.append(str(link))
+            if "laminar-weights" in os.readlink(f"/proc/self/fd/{fd}"):
+                found.append(fd)
     return found

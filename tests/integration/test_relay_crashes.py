@@ -31,11 +31,12 @@ async def test_a_publisher_killed_while_it_writes_is_never_seen_and_never_missed
     num_torn = 0
     with kit.process(kit.run_relay, path):
         async with WeightReader(path, kit.SECRET) as reader, WeightPublisher(path, kit.SECRET, "bfloat16") as successor:
-            await successor.publish(0, kit.weights(0))
-            for version in range(1, 25, 2):
+            for version in (-1, 0):
+                span_s = await successor.publish(version, kit.weights(version, 40, 200_000))
+            for version in range(1, 17, 2):
                 with kit.process(kit.run_publisher, path, range(version, version + 1), 40, 200_000) as (child, pipe):
                     assert await told(pipe) == ("begins", version)
-                    await asyncio.sleep(rng.uniform(0.0, 0.012))
+                    await asyncio.sleep(rng.uniform(0.0, span_s))
                     child.kill()
                     child.join()
                 newest = await until_idle(reader)
@@ -79,10 +80,10 @@ async def test_a_killed_reader_frees_its_lease_and_the_slot_is_used_again(path: 
 
 
 async def test_a_killed_relay_is_noticed_at_once_leaves_nothing_and_is_replaced(path: Path) -> None:
-    shm_before = kit.shared_memory_files()
     async with WeightReader(path, kit.SECRET) as reader, WeightPublisher(path, kit.SECRET) as publisher:
         with kit.process(kit.run_relay, path) as (relay, _):
             await publisher.publish(0, kit.weights(0))
+            assert kit.weight_segments() != []
             waiting = asyncio.create_task(reader.wait_newer(0, 60.0))
             lease = reader.lease()
             held = await lease.__aenter__()
@@ -91,7 +92,7 @@ async def test_a_killed_relay_is_noticed_at_once_leaves_nothing_and_is_replaced(
             killed_s = time.monotonic()
             with pytest.raises(PeerLost, match="the relay is gone"):
                 await waiting
-            assert time.monotonic() - killed_s < 1.0
+            assert time.monotonic() - killed_s < 2.0
             assert all(kit.is_of(tensor, 0) for tensor in held.tensors.values())
             tensor = held.tensors["w0"]
             with pytest.raises(PeerLost, match="the relay is gone"):
@@ -102,7 +103,7 @@ async def test_a_killed_relay_is_noticed_at_once_leaves_nothing_and_is_replaced(
         with pytest.raises(PeerLost, match="no relay at"):
             await impatient.newest()
         assert kit.weight_segments() == []
-        assert kit.shared_memory_files() == shm_before
+        assert kit.shared_memory_files() == []
 
         with kit.process(kit.run_relay, path):
             assert await reader.newest() is None

@@ -9,7 +9,9 @@ import relay_kit as kit
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
 
-NUM_VERSIONS = 200
+NUM_PUBLISHED = 200
+NUM_SEEN = 50
+"""Versions of those that each reader must have seen; how many more depends on who gets the processor."""
 
 
 @pytest.fixture
@@ -18,17 +20,17 @@ def path(tmp_path: Path) -> Path:
 
 
 async def test_no_reader_ever_sees_a_torn_version(path: Path) -> None:
-    publisher = kit.process(kit.run_publisher, path, range(NUM_VERSIONS), 12, 20_000)
-    readers = [kit.process(kit.run_reader, path, NUM_VERSIONS - 1) for _ in range(2)]
+    publisher = kit.process(kit.run_publisher, path, range(100_000), 12, 20_000)
+    readers = [kit.process(kit.run_reader, path, NUM_SEEN, NUM_PUBLISHED - 1) for _ in range(2)]
+    loop = asyncio.get_running_loop()
     with kit.process(kit.run_relay, path), readers[0] as (_, one), readers[1] as (_, two), publisher as (_, progress):
-        asyncio.get_running_loop().add_reader(progress.fileno(), progress.recv)  # or its full pipe would stop it
+        loop.add_reader(progress.fileno(), progress.recv)  # a full pipe would stop the publisher
         for pipe in (one, two):
             assert await asyncio.to_thread(pipe.poll, 60.0), "the reader is silent"
-            torn, num_reads, num_versions = pipe.recv()
+            torn, num_reads = pipe.recv()
             assert torn == []
-            assert num_reads > 50
-            assert num_versions > 20
-        asyncio.get_running_loop().remove_reader(progress.fileno())
+            assert num_reads >= NUM_SEEN
+        loop.remove_reader(progress.fileno())
 
 
 async def test_memory_and_descriptors_stay_flat(path: Path) -> None:

@@ -443,7 +443,9 @@ def greedy(ready: Sequence[ReadyGroup], num_groups: int, version: int, rules: Sa
 async def test_samplers_can_be_the_users_own():
     world = World(sampler=f"{__name__}:last_first")
     groups = await world.ready(3)
-    assert [group.group_id for group in await world.shard.sample(1, 0, 1, 0.0)] == groups[2:]
+    assert [group.group_id for group in await world.shard.sample(1, 0, 2, 0.0)] == [groups[2], groups[1]]
+    await world.shard.rewind(0)
+    assert [group.group_id for group in await world.shard.sample(1, 0, 1, 0.0)] == groups[2:], "in order of completion"
     world = World(sampler=f"{__name__}:greedy")
     await world.ready(2)
     with pytest.raises(UserError, match=r"data\.sampler .*:greedy: the sampler picked 2 groups"):

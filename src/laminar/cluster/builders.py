@@ -64,7 +64,7 @@ async def manager(spec: Spec) -> AsyncIterator[Service]:
     namespace = spec.place.run_id
     async with _events(spec.place, "manager") as events:
         yield Manager(
-            manager_rules(spec.config, spec.config.rollout.num_replicas),
+            manager_rules(spec.config),
             num_replicas=spec.config.rollout.num_replicas,
             replicas=ActorReplicas(namespace),
             data=port_to(namespace, "data"),

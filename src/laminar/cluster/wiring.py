@@ -8,6 +8,7 @@ from laminar.rollout.replica import ReplicaRules
 from laminar.rollout.trajectory import EpisodeLimits
 from laminar.scheduling.fleet import FleetRules
 from laminar.scheduling.repack import RepackRules
+from laminar.scheduling.roofline import HARDWARE, max_useful_batch
 from laminar.schema.trajectories import Sampling
 
 WEIGHTS_DEADLINE_S = 600.0
@@ -59,8 +60,21 @@ def sampling(config: SamplingConfig) -> Sampling:
     return Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
 
 
-def manager_rules(config: RunConfig, max_running: int) -> ManagerRules:
-    """How the fleet is watched; `max_running` is B, resolved."""
+def useful_batch(config: RunConfig) -> int:
+    """B: trajectories that may decode together on one replica before each of them gets noticeably slower."""
+    repack, engine = config.manager.repack, config.rollout.engine
+    if repack.max_running != "auto":
+        return repack.max_running
+    if repack.hardware is None:
+        return engine.max_running
+    hardware = HARDWARE[repack.hardware]
+    bytes_per_weight = 4.0 if engine.kind == "torch" and engine.dtype == "float32" else 2.0
+    ridge = max_useful_batch(hardware.flops_per_s, hardware.bandwidth_bytes_per_s, bytes_per_weight)
+    return min(ridge, engine.max_running)
+
+
+def manager_rules(config: RunConfig) -> ManagerRules:
+    """How the fleet is watched."""
     manager = config.manager
     return ManagerRules(
         fleet=FleetRules(
@@ -74,7 +88,7 @@ def manager_rules(config: RunConfig, max_running: int) -> ManagerRules:
         ),
         repack=RepackRules(
             max_kv_fill=manager.repack.max_kv_fill,
-            max_running=max_running,
+            max_running=useful_batch(config),
             strict_idleness=manager.repack.strict_idleness,
         )
         if manager.repack.enabled

@@ -97,7 +97,10 @@ class RepackConfig(Section):
     max_kv_fill: float = Field(default=0.99, gt=0, le=1)
     """KV share up to which a destination is filled (C_max)."""
     max_running: PositiveInt | Literal["auto"] = "auto"
-    """Trajectories on one destination (B); auto: from the machine's roofline."""
+    """Trajectories on one destination (B); auto: by the roofline of `hardware`, or the engine's own limit if that is
+    unset."""
+    hardware: Literal["H800", "H100", "H200", "A100-80G", "RTX 4090"] | None = None
+    """Accelerator of the replicas, for `max_running: auto`."""
     strict_idleness: bool = False
     """Idle only while KV use falls from one look to the next, as printed in the paper; default latches instead."""
 

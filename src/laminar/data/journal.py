@@ -55,7 +55,7 @@ class Rows(Protocol):
         ...
 
     def pieces(self) -> Iterator[PieceRow]:
-        """Tokens that are still kept, in the order in which they came."""
+        """Tokens that are still kept, those of one trajectory in the order in which they came."""
         ...
 
     def counts(self) -> Counter[State]:

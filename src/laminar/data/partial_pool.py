@@ -76,10 +76,10 @@ class PartialPool:
 
     def live(self) -> tuple[Lease, ...]:
         """Leases with unfinished trajectories."""
+        rows = [(self._by_num[num], len(held)) for num, held in self._held.items()]
         return tuple(
-            Lease(lease_id=row.lease_id, version=row.version, num_unfinished=len(held), purpose=row.purpose)
-            for row in self._rows.values()
-            if (held := self._held.get(row.num))
+            Lease(lease_id=row.lease_id, version=row.version, num_unfinished=num_unfinished, purpose=row.purpose)
+            for row, num_unfinished in rows
         )
 
     def lend(self, lease_id: str, version: int, purpose: Purpose, trajectories: Iterable[Trajectory]) -> None:

@@ -35,8 +35,11 @@ class RequestBook:
         self._lives.update(fresh)
         self._inbox.extend(fresh.values())
 
-    def has_work(self) -> bool:
-        """Take in what was queued; each is in a queue at all times, so `load` may count one twice but misses none."""
+    def take_in(self) -> bool:
+        """Move new requests to the batcher; returns whether there is anything to compute.
+
+        Each is in one of the queues at all times, so a concurrent `load` may count one twice but misses none.
+        """
         while self._inbox:
             self.batcher.submit([self._inbox[0]])
             self._inbox.popleft()
@@ -52,7 +55,7 @@ class RequestBook:
 
     def abort(self, request_ids: Sequence[str] | None, forget: Callable[[LiveRequest], None]) -> list[Output]:
         """Stop requests (None: all) where they are; `forget` lets the engine drop what it keeps about one."""
-        self.has_work()
+        self.take_in()
         outputs = []
         for request_id in list(self._lives) if request_ids is None else request_ids:
             live = self._lives.pop(request_id, None)

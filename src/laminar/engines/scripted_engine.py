@@ -64,7 +64,7 @@ class ScriptedEngine:
             if self._version is None:
                 raise RuntimeError("the engine has requests but no weights; call load_weights first")
             num_iterations, elapsed_s = 0, 0.0
-            while num_iterations < self._rules.iterations_per_step and self._book.has_work():
+            while num_iterations < self._rules.iterations_per_step and self._book.take_in():
                 elapsed_s += self._iterate(self._version)
                 num_iterations += 1
             await asyncio.sleep(elapsed_s)

@@ -87,7 +87,7 @@ class TorchRunner:
         if self._version is None:
             raise RuntimeError("the engine has requests but no weights; call load_weights first")
         deadline_s = time.perf_counter() + self._quantum_s
-        while self._book.has_work():
+        while self._book.take_in():
             self._iterate()
             if time.perf_counter() >= deadline_s:
                 return

@@ -1,0 +1,56 @@
+"""Configuration keys reach the part that they are for."""
+
+from typing import Any, get_args
+
+import pytest
+
+from laminar.cluster.wiring import data_rules, manager_rules, replica_rules, useful_batch
+from laminar.config.loading import parse_config
+from laminar.config.run_config import RepackConfig, RunConfig
+from laminar.scheduling.roofline import HARDWARE
+
+
+def config(**sections: Any) -> RunConfig:
+    return parse_config({"model": {"path": "m"}, "task": {"path": "a:B"}, **sections}, source="test")
+
+
+def test_every_accelerator_of_the_roofline_table_can_be_named() -> None:
+    (names, _) = get_args(RepackConfig.model_fields["hardware"].annotation)
+    assert set(get_args(names)) == set(HARDWARE)
+
+
+@pytest.mark.parametrize(
+    ("repack", "engine", "expected"),
+    [
+        ({"max_running": 37}, {}, 37),
+        ({}, {"max_running": 99}, 99),
+        ({"hardware": "H800"}, {"max_running": 1024, "dtype": "bfloat16"}, 295),
+        ({"hardware": "H800"}, {"max_running": 1024, "dtype": "float32"}, 590),
+        ({"hardware": "H800"}, {"max_running": 64, "dtype": "bfloat16"}, 64),
+    ],
+)
+def test_the_bound_on_moved_work_comes_from_config_roofline_or_engine(
+    repack: dict[str, Any], engine: dict[str, Any], expected: int
+) -> None:
+    run = config(manager={"repack": repack}, rollout={"engine": {"kind": "torch", **engine}})
+    assert useful_batch(run) == expected
+    rules = manager_rules(run).repack
+    assert rules is not None
+    assert rules.max_running == expected
+
+
+def test_repack_can_be_switched_off() -> None:
+    assert manager_rules(config(manager={"repack": {"enabled": False}})).repack is None
+
+
+def test_a_run_draws_what_its_steps_train_and_not_more() -> None:
+    rules = data_rules(config(trainer={"num_steps": 7, "groups_per_step": 3}))
+    assert rules.total_groups == 21
+    assert rules.max_groups_ahead == 12
+
+
+def test_training_and_evaluation_answers_may_be_drawn_differently() -> None:
+    run = config(evaluation={"sampling": {"temperature": 0}}, rollout={"sampling": {"top_p": 0.9}})
+    sampling = replica_rules(run, "replica-0", 1, (2,)).sampling
+    assert sampling["evaluation"].temperature == 0
+    assert (sampling["training"].temperature, sampling["training"].top_p) == (1.0, 0.9)
