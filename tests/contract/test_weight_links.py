@@ -198,7 +198,7 @@ async def test_a_waiting_reader_is_woken_by_the_publish(open_link: OpenLink) -> 
         waiting = asyncio.create_task(link.source.wait_newer(None, 20.0))
         await asyncio.sleep(0.02)
         await link.sink.publish(5, filled(5))
-        assert await asyncio.wait_for(waiting, 1.0) == 5
+        assert await asyncio.wait_for(waiting, 10.0) == 5
         assert await link.source.wait_newer(4, 20.0) == 5
         assert await link.source.wait_newer(5, 0.01) == 5
 

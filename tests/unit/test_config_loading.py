@@ -76,7 +76,7 @@ def test_sections_whose_keys_are_all_commented_out_are_empty(recipe: Path):
         (
             "rollout.engine={kind: scripted, prefill_chunk_tokens: 3}",
             "rollout.engine.prefill_chunk_tokens is not a known key; "
-            "known here: kind, max_running, kv_capacity_tokens, token_s, answer_tokens",
+            "known here: kind, max_running, kv_capacity_tokens, token_s",
         ),
         ("rollout.engine={kind: custom}", "rollout.engine.path is missing"),
         ("rollout.engine.max_running=8", "rollout.engine.kind is missing; it is one of torch, scripted, custom"),

@@ -31,6 +31,9 @@ QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_AUTH_MODE": "disabled",
     "GRPC_VERBOSITY": "NONE",
+    # glibc copies past the cache only above 40 MB or so; weights are many tensors of a few MB, a third faster this way
+    # (benchmarks/relay.py).
+    "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x100000",
     # Thread pools that spin on few cores slow everything down several times; one thread a process unless the user says.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",

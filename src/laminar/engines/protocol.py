@@ -80,7 +80,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> list[Output]:
-        """Stop these requests (None: all) and report their last tokens with finish `aborted`; unknown ids are ignored."""
+        """Stop these requests (None: all), report their last tokens with finish `aborted`; unknown ids are ignored."""
         ...
 
     async def load_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
