@@ -12,7 +12,8 @@ Two clocks: from the start of the process, and from the first training step, whi
 TRL's clock stands still during evaluation, which is ours; Laminar evaluates while it trains, and pays for it.
 `to_target_s` ends when the accuracy is known, `to_weights_s` when the step that reached it was done.
 
-`load` is the load average before and after: numbers count only if the first is near 0.
+`load` is the load average before and after: numbers count only if the first is near 0. A step of TRL costs about as
+much as its longest answer, so with --quick look at `tokens_max` in the profile of both before you believe the ratio.
 """
 
 import argparse
@@ -55,7 +56,7 @@ THREAD_COUNTS = (1, 2)
 """TRL gets the better of these, found in a probe."""
 
 PROBE_STEPS = 4
-QUICK_STEPS = 6
+QUICK_STEPS = 10
 
 PROFILE_AT = (0.4, 0.8)
 """Accuracies at which a step is looked at closely: answers grow as the model learns."""

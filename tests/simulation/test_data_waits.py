@@ -65,12 +65,27 @@ def test_waiters_go_on_at_the_moment_of_the_event_and_in_the_order_in_which_they
             waiting.append(asyncio.ensure_future(claim(lease)))
             await asyncio.sleep(1.0)
         await answer(data, "first", batch)
-        for step in (1, 2, 3):
+        for part in (0, 1, 2):
             await asyncio.sleep(10.0)
-            assert len(await data.sample(step, 0, 1, 1000.0)) == 1
+            assert len(await data.sample(1, part, 1, 1000.0)) == 1
         await asyncio.gather(*waiting)
         assert [lease for lease, _ in served] == ["b", "c", "d"]
         assert [at_s - started_s for _, at_s in served] == pytest.approx([13.0, 23.0, 33.0])
+
+    run(main())
+
+
+def test_a_claim_that_waited_while_a_version_was_published_is_sent_for_it():
+    async def main() -> None:
+        loop, data = asyncio.get_running_loop(), shard()
+        await answer(data, "first", await data.claim("first", 0, 1, 0.0))
+        started_s = loop.time()
+        waiting = asyncio.ensure_future(data.claim("a", 0, 1, 1000.0))
+        await asyncio.sleep(5.0)
+        await data.sample(2, 0, 1, 0.0)
+        assert await waiting == Batch()
+        assert loop.time() - started_s == pytest.approx(5.0)
+        assert len((await data.claim("a", 1, 1, 0.0)).items) == 1
 
     run(main())
 

@@ -38,12 +38,12 @@ def test_the_checkpoint_subtracts_well_but_gives_up_early(warm_start):
     torch = warm_start.torch
     torch.manual_seed(0)
     task = GcdTask()
-    problems = task.problems("heldout")[:256]
+    problems = task.problems("heldout")[:128]
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     answers = warm_start.sample_answers(model, tokenizer, problems, max_tokens=300)
     rewards = [task.grade(problem, answer) for problem, answer in zip(problems, answers, strict=True)]
-    assert 0.25 < sum(rewards) / len(rewards) < 0.5
+    assert 0.2 < sum(rewards) / len(rewards) < 0.5
     assert warm_start.share_of_valid_steps(problems, answers) > 0.97
     assert max(map(len, answers)) < 300
 

@@ -7,6 +7,7 @@ from laminar.scheduling.admission import (
     AdmissionRules,
     AdmissionState,
     groups_to_draw,
+    is_outdated,
     max_buffer_wait,
     plan_issue,
 )
@@ -74,3 +75,9 @@ def test_no_group_waits_longer_than_the_bound_under_fifo(groups_per_step, slack,
             if taken_in_step == groups_per_step:
                 version, taken_in_step = version + 1, 0
         assert len(in_flight) + len(ready) <= ahead
+
+
+def test_only_a_publish_while_it_waited_makes_a_claim_outdated() -> None:
+    assert is_outdated(version=4, published_before=4, published_now=5)
+    assert not is_outdated(version=5, published_before=4, published_now=5)
+    assert not is_outdated(version=3, published_before=5, published_now=5), "a relay that lags must not starve"

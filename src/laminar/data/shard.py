@@ -25,6 +25,7 @@ from laminar.data.progress import Progress
 from laminar.data.prompt_pool import PromptPool
 from laminar.data.rows import State
 from laminar.data.signal import Signal
+from laminar.scheduling.admission import is_outdated
 from laminar.schema.errors import RunFailed, UserError
 from laminar.schema.fleet import Lease
 from laminar.schema.trajectories import Batch, ExperienceGroup, Update
@@ -118,12 +119,20 @@ class DataShard:
     async def claim(self, lease_id: str, version: int, max_trajectories: int, wait_s: float) -> Batch:
         """Lease a batch: an evaluation that is due, else what came back and new groups; empty after `wait_s`.
 
-        Asking again with the same lease returns what is unfinished of it.
+        Also empty, at once, if a newer version was published while the claim waited: the replica then takes that
+        version first. Asking again with the same lease returns what is unfinished of it.
 
         waits for:  room  <- a group is taken, dropped or comes back; an evaluation is requested
         """
-        batch = await self._room.wait_for(lambda: self._try_claim(lease_id, version, max_trajectories), wait_s)
-        return batch or Batch()
+        begins_at = self._ledger.position.learner_version
+
+        def attempt() -> Batch | None:
+            newest = self._ledger.position.learner_version
+            if self._pool.purpose(lease_id) is None and is_outdated(version, begins_at, newest):
+                return Batch()
+            return self._try_claim(lease_id, version, max_trajectories)
+
+        return await self._room.wait_for(attempt, wait_s) or Batch()
 
     async def stream(self, lease_id: str, updates: tuple[Update, ...]) -> tuple[str, ...]:
         """Record progress; returns the ids that the caller does not hold under this lease and attempt (any more).

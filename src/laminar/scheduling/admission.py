@@ -71,6 +71,16 @@ def _room(state: AdmissionState, rules: AdmissionRules) -> int:
     return room
 
 
+def is_outdated(version: int, published_before: int, published_now: int) -> bool:
+    """Whether a claim under `version` waited so long that the learner published a newer one meanwhile.
+
+    Room appears when the trainer takes a batch, which is just after a publish; without this rule whoever waited would
+    begin under the version before. A claim that need not wait is never outdated, so a replica whose relay lags behind
+    is not sent round in circles.
+    """
+    return version < published_now and published_before < published_now
+
+
 def max_buffer_wait(max_groups_ahead: int, groups_per_step: int) -> int:
     """Versions published at most between a group's completion and its training, under `fifo` (proof above)."""
     return (max_groups_ahead - 1) // groups_per_step + 1
