@@ -284,10 +284,10 @@ class ShardMachine(RuleBasedStateMachine):
         batch = self.run(self.shard.adopt(source, target, under))
         about = self.model.leases.get(target, (under, purpose))
         moved = {}
-        if about == (under, purpose) and source != target:
-            moved = {i: t for i, t in self.model.held(source).items() if t.version in (None, under)}
-            if purpose == "evaluation" and under != version:
-                moved = {}
+        if about[0] == under and source != target:
+            held = self.model.held(source).items()
+            pinned = {i for i, t in held if t.purpose == "evaluation" and under != version}
+            moved = {i: t for i, t in held if t.version in (None, under) and i not in pinned}
         for t in moved.values():
             t.lease, t.attempt, t.adopted_from = target, t.attempt + 1, source
         if moved:

@@ -159,6 +159,7 @@ def test_evaluation_runs_at_one_version_while_training_goes_on() -> None:
     async def ask(world: World) -> None:
         await world.until(lambda: world.version >= 2)
         await world.shard.request_evaluation(2)
+        await world.until(lambda: world.facts("evaluation"))
 
     world = played(Settings(num_heldout=8), ask)
     (evaluation,) = world.facts("evaluation")
@@ -183,3 +184,18 @@ def test_many_kills_at_many_moments_lose_nothing(seed: int) -> None:
     world = played(Settings(num_replicas=3, num_steps=8), begin)
     check_everything_was_trained_once(world)
     check_answers_are_what_one_version_gives(world)
+
+
+def test_moves_between_training_and_evaluation_batches_leave_nobody_behind() -> None:
+    """A trajectory that a repack let go and nobody took over would show as staleness far beyond its siblings'."""
+
+    async def evaluate_always(world: World) -> None:
+        for version in range(world.settings.num_steps):
+            await world.until(lambda: world.version >= version)  # noqa: B023
+            await world.shard.request_evaluation(version)
+
+    world = played(Settings(num_replicas=3, num_steps=10, num_heldout=24), evaluate_always)
+    check_everything_was_trained_once(world)
+    moves = [move for event in world.facts("repack") for move in event["moves"]]
+    assert len(moves) > 5
+    assert max(member.staleness for group in world.trained for member in group.members) <= 4

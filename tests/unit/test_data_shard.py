@@ -354,15 +354,16 @@ async def test_tokens_never_go_on_under_another_version():
     world.check()
 
 
-async def test_evaluation_and_training_do_not_mix():
+async def test_an_evaluation_keeps_its_version_and_may_share_a_lease_with_training():
     world = World()
     await world.shard.request_evaluation(0)
     evaluation = await world.claim("a", num=1)
     training = await world.claim("b")
     assert (evaluation.purpose, training.purpose) == ("evaluation", "training")
-    assert await world.shard.adopt("a", "b", 0) == Batch()
     assert await world.shard.adopt("a", "c", 1) == Batch(), "its version is pinned"
-    assert (await world.shard.adopt("a", "c", 0)).purpose == "evaluation"
+    adopted = await world.shard.adopt("a", "b", 0)
+    assert {item.purpose for item in adopted.items} == {"evaluation"}
+    assert ids(adopted) == ids(evaluation)
     world.check()
 
 

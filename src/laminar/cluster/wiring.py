@@ -95,5 +95,5 @@ def manager_rules(config: RunConfig) -> ManagerRules:
         else None,
         repack_every_s=manager.repack.every_s,
         tick_s=manager.heartbeat_s / 2,
-        leases_every_s=manager.dead_after_s,
+        leases_every_s=manager.suspect_after_s,
     )

@@ -63,16 +63,20 @@ class PartialPool:
     def movable(self, from_lease: str, to_lease: str, version: int) -> list[Trajectory]:
         """What may go from one lease to another under `version`: what has tokens of that version, or none.
 
-        An evaluation stays at its version even without tokens, and does not mix with training.
+        An evaluation stays at its version even without tokens. Training and evaluation may share a lease: each
+        trajectory knows what it is for.
         """
         source, target = self._rows.get(from_lease), self._rows.get(to_lease)
         if source is None or from_lease == to_lease:
             return []
-        if target is not None and (target.version, target.purpose) != (version, source.purpose):
+        if target is not None and target.version != version:
             return []
-        if source.purpose == "evaluation" and source.version != version:
-            return []
-        return [t for t in self.held(from_lease) if t.response.version in (None, version)]
+        may_change_version = {"training": True, "evaluation": source.version == version}
+        return [
+            t
+            for t in self.held(from_lease)
+            if t.response.version in (None, version) and may_change_version[t.group.row.purpose]
+        ]
 
     def live(self) -> tuple[Lease, ...]:
         """Leases with unfinished trajectories."""

@@ -6,7 +6,7 @@ let go by `release`; a batch ends only when nothing is here any more.
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -14,7 +14,7 @@ from laminar.engines.protocol import Engine, Output
 from laminar.rollout.episodes import Episodes
 from laminar.rollout.outbox import Outbox
 from laminar.rollout.trajectory import EpisodeLimits, RunningTrajectory, next_step
-from laminar.schema.trajectories import Sampling, WorkItem
+from laminar.schema.trajectories import Purpose, Sampling, WorkItem
 
 COALESCE_S = 0.02
 """Answers that finish within so long are told in one call; a call costs about a millisecond of CPU at either end."""
@@ -35,7 +35,7 @@ class BatchRun:
         *,
         lease_id: str,
         version: int,
-        sampling: Sampling,
+        sampling: Mapping[Purpose, Sampling],
         engine: Engine,
         episodes: Episodes,
         outbox: Outbox,
@@ -123,7 +123,7 @@ class BatchRun:
         requests = []
         for trajectory in trajectories:
             if next_step(trajectory.pieces, self._limits) == "generate":
-                requests.append(trajectory.request(self._limits, self._sampling))
+                requests.append(trajectory.request(self._limits, self._sampling[trajectory.item.purpose]))
             else:
                 self._begin_acting(trajectory)
         self._engine.submit(requests)

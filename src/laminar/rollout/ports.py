@@ -36,6 +36,10 @@ class ManagerPort(Protocol):
         """
         ...
 
+    async def adoption_ended(self, replica_id: str, lease_id: str, taken_over: bool) -> None:
+        """What became of an order to take over a lease between two batches."""
+        ...
+
 
 class WeightSource(Protocol):
     """The relay of this machine, as a replica sees it."""

@@ -4,6 +4,7 @@ Invariant: weights change only between batches, and a batch is told to the data 
 """
 
 import asyncio
+import contextlib
 
 from msgspec import Struct
 
@@ -20,6 +21,10 @@ from laminar.telemetry.events import Events
 
 CLAIM_WAIT_S = 0.5
 """A replica that gets no batch for so long looks for newer weights before it asks again, so it never starts stale."""
+
+
+ClaimedBatch = tuple[str, Batch]
+"""A lease and what is in it."""
 
 
 class ReplicaRules(Struct, frozen=True, kw_only=True):
@@ -122,9 +127,11 @@ class Replica:
             order = await self._next_order()
             if order is None:
                 await self._load_newest()
-                await self._run_batch(None)
+                await self._run_batch(await self._claim())
             elif await self._load(order.version):
-                await self._run_batch(order)
+                await self._run_batch(await self._take_over(order))
+            else:
+                await self._tell_adoption(order, taken_over=False)
 
     async def _next_order(self) -> Adoption | None:
         self._phase = "idle"
@@ -155,14 +162,44 @@ class Replica:
             return False
         return True
 
-    async def _run_batch(self, order: Adoption | None) -> None:
-        assert self._version is not None
+    async def _claim(self) -> ClaimedBatch:
+        lease_id = self._new_lease()
+        version = self._held_version()
+        try:
+            batch = await self._data.claim(lease_id, version, self._rules.batch_trajectories, CLAIM_WAIT_S)
+        except (PeerLost, DeadlinePassed):
+            await asyncio.sleep(CLAIM_WAIT_S)  # the data shard restarts; the lease is named anew, so nothing is lost
+            batch = Batch()
+        return lease_id, batch
+
+    async def _take_over(self, order: Adoption) -> ClaimedBatch:
+        lease_id = self._new_lease()
+        try:
+            batch = await self._data.adopt(order.lease_id, lease_id, self._held_version())
+        except (PeerLost, DeadlinePassed):
+            await self._tell_adoption(order, taken_over=False)
+            return lease_id, Batch()
+        await self._tell_adoption(order, taken_over=True)
+        return lease_id, batch
+
+    async def _tell_adoption(self, order: Adoption, *, taken_over: bool) -> None:
+        """The manager finds out by itself, later, if it cannot be told."""
+        with contextlib.suppress(PeerLost, DeadlinePassed):
+            await self._manager.adoption_ended(self._rules.replica_id, order.lease_id, taken_over)
+
+    def _new_lease(self) -> str:
         self._cycle += 1
-        lease_id = lease_name(self._rules.replica_id, self._rules.incarnation, self._cycle)
-        batch = await self._obtain(lease_id, order)
+        return lease_name(self._rules.replica_id, self._rules.incarnation, self._cycle)
+
+    def _held_version(self) -> int:
+        assert self._version is not None, "a batch begins only after weights were loaded"
+        return self._version
+
+    async def _run_batch(self, claimed: ClaimedBatch) -> None:
+        lease_id, batch = claimed
         if not batch.items:
             return
-        run = self._begin(lease_id, self._version, batch)
+        run = self._begin(lease_id, self._held_version(), batch)
         started_s = asyncio.get_running_loop().time()
         self._batch, self._phase = run, "generating"
         try:
@@ -174,21 +211,11 @@ class Replica:
             "batch_done", lease_id=lease_id, version=run.version, num_trajectories=run.num_started, seconds=seconds
         )
 
-    async def _obtain(self, lease_id: str, order: Adoption | None) -> Batch:
-        assert self._version is not None
-        try:
-            if order is not None:
-                return await self._data.adopt(order.lease_id, lease_id, self._version)
-            return await self._data.claim(lease_id, self._version, self._rules.batch_trajectories, CLAIM_WAIT_S)
-        except (PeerLost, DeadlinePassed):
-            await asyncio.sleep(CLAIM_WAIT_S)  # the data shard restarts; the lease is named anew, so nothing is lost
-            return Batch()
-
     def _begin(self, lease_id: str, version: int, batch: Batch) -> BatchRun:
         run = BatchRun(
             lease_id=lease_id,
             version=version,
-            sampling=self._rules.sampling[batch.purpose],
+            sampling=self._rules.sampling,
             engine=self._engine,
             episodes=self._episodes,
             outbox=Outbox(self._data, lease_id, give_up_after_s=self._rules.port_deadline_s),
