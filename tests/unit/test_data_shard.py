@@ -633,3 +633,13 @@ async def test_a_finished_run_has_no_open_ends():
     assert await world.shard.leases() == ()
     world.check()
     world.restart().check()
+
+
+async def test_a_reward_that_never_works_ends_the_run_with_its_reason():
+    world = World(Prompts(num_train=40), max_groups_ahead=40, group_size=2)
+    running = asyncio.ensure_future(world.shard.run())
+    batch = await world.claim("a", num=64)
+    for item in batch.items:
+        await world.grade("a", item, Unscorable(reason="ZeroDivisionError: no such unit"))
+    with pytest.raises(UserError, match="none of the first 64 answers could be graded.*no such unit"):
+        await running

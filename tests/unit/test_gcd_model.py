@@ -43,7 +43,7 @@ def test_the_checkpoint_subtracts_well_but_gives_up_early(warm_start):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     answers = warm_start.sample_answers(model, tokenizer, problems, max_tokens=300)
     rewards = [task.grade(problem, answer) for problem, answer in zip(problems, answers, strict=True)]
-    assert 0.2 < sum(rewards) / len(rewards) < 0.5
+    assert 0.15 < sum(rewards) / len(rewards) < 0.5
     assert warm_start.share_of_valid_steps(problems, answers) > 0.97
     assert max(map(len, answers)) < 300
 

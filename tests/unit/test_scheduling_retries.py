@@ -3,7 +3,15 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from laminar.scheduling.retries import Drop, FailureCounts, Retry, RetryRules, decide_retry
+from laminar.scheduling.retries import (
+    HOPELESS_AFTER,
+    Drop,
+    FailureCounts,
+    Retry,
+    RetryRules,
+    decide_retry,
+    is_hopeless,
+)
 
 RULES = RetryRules(infrastructure_failures=6, data_failures=2)
 
@@ -28,3 +36,9 @@ def test_a_trajectory_is_dropped_when_one_of_its_budgets_is_used_up_and_not_befo
 def test_a_lost_replica_does_not_use_up_the_budget_for_bad_data():
     verdict = decide_retry(FailureCounts(infrastructure=5, data=0), "data", "sandbox timeout", RULES)
     assert verdict == Retry(counts=FailureCounts(infrastructure=5, data=1))
+
+
+def test_a_reward_is_given_up_only_if_it_never_worked() -> None:
+    assert not is_hopeless(num_scored=0, num_unscorable=HOPELESS_AFTER - 1)
+    assert is_hopeless(num_scored=0, num_unscorable=HOPELESS_AFTER)
+    assert not is_hopeless(num_scored=1, num_unscorable=10 * HOPELESS_AFTER)

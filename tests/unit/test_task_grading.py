@@ -55,7 +55,7 @@ class HostileTask:
     def hang(self, payload): time.sleep(600)
     def slow(self, payload): time.sleep(0.3); return 1.0
     def backtrack(self, payload): return re.match("(a+)+$", "a" * 40 + "b")
-    def crash(self, payload): os._exit(3)
+    def crash(self, payload): os._exit(payload["code"])
     def spawn_and_hang(self, payload):
         subprocess.Popen(CHILD)
         subprocess.Popen(CHILD, start_new_session=True)
@@ -166,7 +166,9 @@ async def test_code_that_does_not_return_is_killed_with_its_children_and_replace
 
 async def test_a_worker_that_dies_is_reported_and_replaced(recipe):
     async with grader_of(recipe) as grader:
-        assert await grader.grade(problem(), "crash") == Unscorable(reason="the grading process died (exit code 3)")
+        for code in (0, 3, 255):
+            grade = await grader.grade(problem(code=code), "crash")
+            assert grade == Unscorable(reason=f"the grading process died (exit code {code})")
         pid = await grader.grade(problem(), "pid")
         os.kill(int(pid.reward), signal.SIGKILL)
         grade = await grader.grade(problem(), "one")

@@ -13,7 +13,7 @@ from laminar.data.partial_pool import PartialPool
 from laminar.data.ports import DataRules, Events
 from laminar.data.prompt_pool import PromptPool
 from laminar.data.responses import Refused
-from laminar.scheduling.retries import FailureCounts, FailureKind, Retry, RetryRules, decide_retry
+from laminar.scheduling.retries import FailureCounts, FailureKind, Retry, RetryRules, decide_retry, is_hopeless
 from laminar.schema.trajectories import Append, Finish, Scored, Unscorable, Update
 
 EVALUATION_RETRIES = RetryRules(data_failures=1)
@@ -41,6 +41,15 @@ class Progress:
         self._evaluations = evaluations
         self._events = events
         self._retries = RetryRules(data_failures=rules.data_failures)
+        self._num_scored = self._num_unscorable = 0
+        self._last_reason = ""
+
+    @property
+    def why_hopeless(self) -> str | None:
+        """What is wrong with the reward, if it has not graded a single answer since the start; else None."""
+        if not is_hopeless(self._num_scored, self._num_unscorable):
+            return None
+        return f"none of the first {self._num_unscorable} answers could be graded, the last one because {self._last_reason}"
 
     def take_in(self, trajectory: Trajectory, update: Update) -> bool:
         """Whether the caller still holds the trajectory afterwards, or has finished it."""
@@ -52,10 +61,11 @@ class Progress:
                     self.fail(trajectory, "infrastructure", str(refusal))
                     return False
             case Finish(grade=Unscorable(reason=reason)):
-                self.fail(trajectory, "data", reason)
+                self._cannot_score(trajectory, reason)
             case Finish(grade=Scored(reward=reward)) if not math.isfinite(reward):
-                self.fail(trajectory, "data", f"the reward is {reward}")
+                self._cannot_score(trajectory, f"the reward is {reward}")
             case Finish(grade=Scored() as grade):
+                self._num_scored += 1
                 self._finish(trajectory, update, grade)
         return True
 
@@ -77,6 +87,11 @@ class Progress:
             case drop:
                 self._pool.drop(trajectory, drop.reason)
                 self._member_done(trajectory)
+
+    def _cannot_score(self, trajectory: Trajectory, reason: str) -> None:
+        self._num_unscorable += 1
+        self._last_reason = reason
+        self.fail(trajectory, "data", reason)
 
     def _finish(self, trajectory: Trajectory, finish: Finish, grade: Scored) -> None:
         learner_version, group = self._ledger.position.learner_version, trajectory.group.row

@@ -104,7 +104,8 @@ class DataShard:
     async def run(self) -> None:
         """Raise what ends the run.
 
-        waits for:  the journal to fail, or a claim to find that no prompt is short enough; else for ever
+        waits for:  the journal to fail, a claim to find that no prompt is short enough, a reward that grades nothing;
+                    else for ever
         """
         failed = asyncio.ensure_future(self._journal.failed())
         ends: list[asyncio.Future[Any]] = [failed, self._fatal]
@@ -145,6 +146,8 @@ class DataShard:
             holder = self._pool.holder_of(lease_id, trajectory, update.attempt)
             if holder is None or (holder.row.state == "running" and not self._progress.take_in(holder, update)):
                 fenced[update.trajectory_id] = None
+        if (why := self._progress.why_hopeless) is not None and not self._fatal.done():
+            self._fatal.set_result(UserError(f"task: {why}"))
         self._write()
         await self._journal.room()
         return tuple(fenced)

@@ -31,6 +31,10 @@ class FailureCounts(Struct, frozen=True, kw_only=True):
     data: int = 0
 
 
+HOPELESS_AFTER = 64
+"""Answers that could not be graded, before the first one that could: a reward that works now and then does so sooner."""
+
+
 class Retry(Struct, frozen=True, kw_only=True):
     """Try again; `counts` replace the old ones."""
 
@@ -55,3 +59,11 @@ def decide_retry(counts: FailureCounts, kind: FailureKind, detail: str, rules: R
     if failed < allowed:
         return Retry(counts=now)
     return Drop(counts=now, reason=f"{failed} {kind} failures, the last one: {detail}")
+
+
+def is_hopeless(num_scored: int, num_unscorable: int) -> bool:
+    """Whether the reward itself is broken, rather than some answers odd: nothing was ever graded.
+
+    The run then ends with the reason, instead of dropping one prompt after the other until the trainer gives up.
+    """
+    return num_scored == 0 and num_unscorable >= HOPELESS_AFTER

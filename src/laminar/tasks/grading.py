@@ -254,5 +254,6 @@ class _Worker:
     def describe_end(self) -> str:
         """How the worker ended; call it after `kill`."""
         code = self._process.returncode
-        signal_number = -code if code < 0 else code - SIGNAL_EXIT_BASE
-        return f"killed by {signal.Signals(signal_number).name}" if signal_number > 0 else f"exit code {code}"
+        number = -code if code < 0 else code - SIGNAL_EXIT_BASE
+        # Exit codes above 128 that stand for no signal were chosen by the user's code.
+        return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
