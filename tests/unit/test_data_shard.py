@@ -641,5 +641,5 @@ async def test_a_reward_that_never_works_ends_the_run_with_its_reason():
     batch = await world.claim("a", num=64)
     for item in batch.items:
         await world.grade("a", item, Unscorable(reason="ZeroDivisionError: no such unit"))
-    with pytest.raises(UserError, match="none of the first 64 answers could be graded.*no such unit"):
+    with pytest.raises(UserError, match=r"none of the first 64 answers could be graded.*no such unit"):
         await running

@@ -49,7 +49,8 @@ class Progress:
         """What is wrong with the reward, if it has not graded a single answer since the start; else None."""
         if not is_hopeless(self._num_scored, self._num_unscorable):
             return None
-        return f"none of the first {self._num_unscorable} answers could be graded, the last one because {self._last_reason}"
+        num = self._num_unscorable
+        return f"none of the first {num} answers could be graded, the last one because {self._last_reason}"
 
     def take_in(self, trajectory: Trajectory, update: Update) -> bool:
         """Whether the caller still holds the trajectory afterwards, or has finished it."""

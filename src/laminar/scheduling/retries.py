@@ -32,7 +32,7 @@ class FailureCounts(Struct, frozen=True, kw_only=True):
 
 
 HOPELESS_AFTER = 64
-"""Answers that could not be graded, before the first one that could: a reward that works now and then does so sooner."""
+"""Answers that could not be graded, before the first that could; a reward that works now and then does so sooner."""
 
 
 class Retry(Struct, frozen=True, kw_only=True):
