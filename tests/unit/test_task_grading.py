@@ -80,9 +80,10 @@ def recipe(tmp_path, monkeypatch):
     """A recipe's folder; afterwards no process of this test may be left."""
     (tmp_path / "hostile_task.py").write_text(TASK_SOURCE)
     monkeypatch.chdir(tmp_path)
+    before = set(psutil.Process().children(recursive=True))  # helpers of other tests' multiprocessing
     yield tmp_path
     deadline_s = time.monotonic() + 5
-    while left := psutil.Process().children(recursive=True):
+    while left := set(psutil.Process().children(recursive=True)) - before:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.02)
     assert not children_of(tmp_path)
