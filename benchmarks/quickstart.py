@@ -12,6 +12,9 @@ Two clocks: from the start of the process, and from the first training step, whi
 TRL's clock stands still during evaluation, which is ours; Laminar evaluates while it trains, and pays for it.
 `to_target_s` ends when the accuracy is known, `to_weights_s` when the step that reached it was done.
 
+`--give-up 5` stops a TRL run that has trained five times as long as Laminar's median took to the target; the ratio is
+then a lower bound, `trl_over_laminar_at_least`, from the time that TRL trained without reaching it.
+
 `load` is the load average before and after: numbers count only if the first is near 0. A step of TRL costs about as
 much as its longest answer, so with --quick look at `tokens_max` in the profile of both before you believe the ratio.
 """
@@ -19,6 +22,7 @@ much as its longest answer, so with --quick look at `tokens_max` in the profile 
 import argparse
 import importlib.util
 import json
+import math
 import os
 import platform
 import signal
@@ -141,6 +145,7 @@ def run_summary(trace: Trace, target: float) -> dict[str, Any]:
         "to_weights_s": reached and rounded(_step(trace, reached.step).end_s),
         "to_target_steps": reached and reached.step,
         "startup_s": rounded(trace.startup_s),
+        "trained_s": rounded(trace.steps[-1].end_s) if trace.steps else 0.0,
         "steps": len(trace.steps),
         "seconds_per_step": trace.seconds_per_step and rounded(trace.seconds_per_step),
         "accuracy_start": trace.evaluations[0].accuracy if trace.evaluations else None,
@@ -219,9 +224,10 @@ class Bench:
         finish([*command, "--out", str(out), "--plain"], out.with_suffix(".log"), until=self._at_target(events))
         return self._told("laminar", variant, laminar_trace(read_events(events), seed=seed, spawned_at=spawned_at))
 
-    def trl(self, seed: int, *, threads: int) -> Trace:
-        """GRPOTrainer; stops itself at the target."""
-        return self._told("trl", f"{threads} threads", self._trl(seed, threads, self._max_steps, self._evaluates))
+    def trl(self, seed: int, *, threads: int, give_up_after_s: float) -> Trace:
+        """GRPOTrainer; stops itself at the target, or after so long."""
+        trace = self._trl(seed, threads, self._max_steps, self._evaluates, give_up_after_s)
+        return self._told("trl", f"{threads} threads", trace)
 
     def probe_threads(self, seed: int) -> dict[int, float]:
         """TRL's seconds per token of the longest answer with each number of threads."""
@@ -230,11 +236,14 @@ class Bench:
             for threads in THREAD_COUNTS
         }
 
-    def _trl(self, seed: int, threads: int, max_steps: int, evaluates: bool) -> Trace:
+    def _trl(
+        self, seed: int, threads: int, max_steps: int, evaluates: bool, give_up_after_s: float = math.inf
+    ) -> Trace:
         out = self._folder / f"trl-{seed}-{threads}-{max_steps}.json"
         settings = {"recipe": self._recipe, "out": out, "seed": seed, "threads": threads, "max-steps": max_steps}
         command = [sys.executable, str(TRL_PEER), *(f"--{name}={value}" for name, value in settings.items())]
         command += [f"--target={self._target}"] if evaluates else ["--no-evaluation"]
+        command += [f"--give-up-after-s={give_up_after_s}"]
         spawned_at = time.time()
         finish(command, out.with_suffix(".log"), env=os.environ | {"OMP_NUM_THREADS": str(threads)})
         told = json.loads(out.read_text())
@@ -303,22 +312,32 @@ def machine() -> str:
     return f"{platform.machine()}, {name}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}"
 
 
-def measure(
-    bench: Bench, variants: Sequence[str], seeds: Sequence[int], target: float, with_trl: bool
-) -> dict[str, Any]:
+def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
     """All runs; those of the fast side first, so that a broken set-up is known early."""
     results: dict[str, Any] = {"laminar": {}}
-    for variant in variants:
-        runs = [run_summary(bench.laminar(variant, seed), target) for seed in seeds]
+    for variant in options.variants:
+        runs = [run_summary(bench.laminar(variant, seed), options.target) for seed in options.seeds]
         results["laminar"][variant] = {"runs": runs, "median": medians(runs)}
-    if with_trl:
-        probe = bench.probe_threads(seeds[0])
-        threads = min(probe, key=lambda count: probe[count])
-        runs = [run_summary(bench.trl(seed, threads=threads), target) for seed in seeds]
-        probed = {"seconds_per_longest_token": probe, "used": threads}
-        results["trl"] = {"threads": probed, "runs": runs, "median": medians(runs)}
-        results["trl_over_laminar"] = ratios(results["trl"]["median"], results["laminar"][variants[0]]["median"])
+    if not options.skip_trl:
+        ours = results["laminar"][options.variants[0]]["median"]
+        results["trl"] = measure_trl(
+            bench, options, give_up_after_s=(ours["to_target_s"] or math.inf) * options.give_up
+        )
+        results["trl_over_laminar"] = ratios(results["trl"]["median"], ours)
+        if ours["to_target_s"]:
+            longest = statistics.median(run["trained_s"] for run in results["trl"]["runs"])
+            results["trl_over_laminar_at_least"] = rounded(longest / ours["to_target_s"])
     return results
+
+
+def measure_trl(bench: Bench, options: argparse.Namespace, *, give_up_after_s: float) -> dict[str, Any]:
+    """The peer with its better number of threads."""
+    probe = bench.probe_threads(options.seeds[0])
+    threads = min(probe, key=lambda count: probe[count])
+    traces = [bench.trl(seed, threads=threads, give_up_after_s=give_up_after_s) for seed in options.seeds]
+    runs = [run_summary(trace, options.target) for trace in traces]
+    probed = {"seconds_per_longest_token": probe, "used": threads}
+    return {"threads": probed, "runs": runs, "median": medians(runs)}
 
 
 def arguments() -> argparse.Namespace:
@@ -330,6 +349,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, default=None, help="give up after so many (default 100)")
     parser.add_argument("--skip-trl", action="store_true", help="Laminar alone")
     parser.add_argument("--variants", default="two_replicas", help=f"of Laminar, from {','.join(VARIANTS)}")
+    parser.add_argument("--give-up", type=float, default=math.inf, help="stop TRL after so many times Laminar's median")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps of one seed, without evaluation")
     parser.add_argument("--folder", type=Path, default=None, help="keep runs and logs here")
     options = parser.parse_args()
@@ -356,7 +376,7 @@ def main() -> None:
             max_steps=options.max_steps,
             evaluates=not options.quick,
         )
-        results = measure(bench, options.variants, options.seeds, options.target, not options.skip_trl)
+        results = measure(bench, options)
     result = {
         "benchmark": "quickstart",
         "machine": machine(),

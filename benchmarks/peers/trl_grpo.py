@@ -41,8 +41,11 @@ MICRO_BATCH = 64
 class StepTimer(TrainerCallback):
     """What each step took and where, on a clock that stands still during evaluation; stops at the target."""
 
-    def __init__(self, evaluate: "Evaluation | None", *, every_steps: int, target: float) -> None:
+    def __init__(
+        self, evaluate: "Evaluation | None", *, every_steps: int, target: float, give_up_after_s: float
+    ) -> None:
         self._evaluate, self._every_steps, self._target = evaluate, every_steps, target
+        self._give_up_after_s = give_up_after_s
         self._paused_s = self._step_began_s = self._generated_s = 0.0
         self._first_step_at_s: float | None = None
         self.steps: list[dict[str, Any]] = []
@@ -77,6 +80,8 @@ class StepTimer(TrainerCallback):
             }
         )
         if state.global_step % self._every_steps == 0 and self._measure(state.global_step) >= self._target:
+            control.should_training_stop = True
+        if self._since_first_step_s(now_s) >= self._give_up_after_s:
             control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
@@ -194,8 +199,10 @@ def time_generation(model: PreTrainedModel, timer: StepTimer) -> None:
     model.generate = timed
 
 
-def train(config: RunConfig, folder: str, *, max_steps: int, target: float, evaluate: bool) -> dict[str, Any]:
-    """Train until the target or the last step; what was measured."""
+def train(
+    config: RunConfig, folder: str, *, max_steps: int, target: float, give_up_after_s: float, evaluate: bool
+) -> dict[str, Any]:
+    """Train until the target, the last step or the deadline; what was measured."""
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float32)
     task = build_task(config.task.path, config.task.options)
@@ -204,6 +211,7 @@ def train(config: RunConfig, folder: str, *, max_steps: int, target: float, eval
         Evaluation(model, tokenizer, task, config) if evaluate else None,
         every_steps=config.evaluation.every_steps,
         target=target,
+        give_up_after_s=give_up_after_s,
     )
     time_generation(model, timer)
     columns = {"prompt": [problem.prompt for problem in problems], "problem_index": list(range(len(problems)))}
@@ -230,6 +238,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-steps", type=int, default=60)
     parser.add_argument("--target", type=float, default=1.0, help="held-out accuracy to stop at")
+    parser.add_argument("--give-up-after-s", type=float, default=math.inf, help="on the clock of training")
     parser.add_argument("--no-evaluation", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -240,6 +249,7 @@ def main() -> None:
             folder,
             max_steps=options.max_steps,
             target=options.target,
+            give_up_after_s=options.give_up_after_s,
             evaluate=not options.no_evaluation,
         )
     options.out.write_text(json.dumps(measured))
