@@ -28,6 +28,8 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
+    # Ray runs its workers at nice 15: anything else on the machine would go before the trainer and the manager's ticks.
+    "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_AUTH_MODE": "disabled",
     "GRPC_VERBOSITY": "NONE",

@@ -124,10 +124,13 @@ class Launcher:
         waits for:  the replica's loop to end, by itself or with its process
         """
         name = replica_name(replica_id, incarnation)
+        handle = self._handles.get(name)
+        if handle is None:
+            return  # killed in the same breath in which it was started
         try:
-            self._pids[name] = await self._handles[name].pid.remote()
+            self._pids[name] = await handle.pid.remote()
             self._events.emit("replica_started", replica_id=replica_id, incarnation=incarnation, pid=self._pids[name])
-            await self._handles[name].run.remote()
+            await handle.run.remote()
             reason = "its loop returned"
         except RayTaskError as error:
             reason = cause_line(error)
