@@ -68,7 +68,7 @@ def test_a_run_survives_sigterm_and_then_sigkill_of_everything(tmp_path: Path) -
     assert set(os.listdir("/dev/shm")) <= shm_before
 
 
-def test_a_launcher_killed_alone_takes_everything_with_it(tmp_path: Path) -> None:
+def test_a_launcher_killed_alone_takes_everything_with_it_and_the_run_can_go_on(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     with kit.training(str(kit.RECIPE), *kit.SMALL, "--out", str(run), log=log) as process:
         kit.wait_for("a replica", lambda: pid_of(run, "replica-1", 1), process, log)
@@ -77,6 +77,12 @@ def test_a_launcher_killed_alone_takes_everything_with_it(tmp_path: Path) -> Non
         process.kill()
         process.wait(kit.DEADLINE_S)
         assert kit.survivors(processes, within_s=10.0) == []
+    assert not kit.events(run, "checkpoint"), "the kill came too late to show a resume without one"
+    with kit.training("--resume", str(run), log=log) as process:
+        kit.finish(process, log)
+    report = kit.audit(run)
+    assert report["problems"] == []
+    assert report["counts"]["trained"] == 6 * 4 * 8
 
 
 TASK = '''

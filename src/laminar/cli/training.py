@@ -57,7 +57,8 @@ def _resume(folder: Path, overrides: list[str], out: Path | None, plain: bool) -
     _check(config)
     with run_folder.locked(folder):
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    _run(config, folder, facts, newest_step(folder / "checkpoints"), plain)
+    # Without a checkpoint the run begins anew at step 0, with the prompts that it had drawn.
+    _run(config, folder, facts, newest_step(folder / run_folder.CHECKPOINTS) or 0, plain)
 
 
 def _run(config: RunConfig, folder: Path, facts: "RunFacts", resume_step: int | None, plain: bool) -> None:
