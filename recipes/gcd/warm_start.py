@@ -4,10 +4,10 @@
     python recipes/gcd/warm_start.py --check    # only measure the checkpoint that is there
 
 The model is trained on workings that stop after each step with probability 0.2 and then state the smaller of the two
-numbers left, which is wrong most of the time. In effect it stops more often: rows are batched by length, and a batch of
-short ones weighs as much as one of long ones. So it does single steps almost without error and answers about 23 % of the
-held-out pairs; what is left for reinforcement learning is to find out that going on pays. The result depends on the seed
-and the arguments alone (and on the floating-point order of the machine).
+numbers left, which is wrong most of the time. In effect it stops more often: rows are batched by length, and a batch
+of short ones weighs as much as one of long ones. So it does single steps almost without error and answers about 23 %
+of the held-out pairs; what is left for reinforcement learning is to find out that going on pays. The result depends
+on the seed and the arguments alone (and on the floating-point order of the machine).
 """
 
 import argparse
