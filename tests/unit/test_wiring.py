@@ -4,10 +4,13 @@ from typing import Any, get_args
 
 import pytest
 
+from laminar.cluster import builders
+from laminar.cluster.launcher import check_gpus, gpus_of
 from laminar.cluster.wiring import data_rules, manager_rules, replica_rules, useful_batch
 from laminar.config.loading import parse_config
 from laminar.config.run_config import RepackConfig, RunConfig
 from laminar.scheduling.roofline import HARDWARE
+from laminar.schema.errors import UserError
 
 
 def config(**sections: Any) -> RunConfig:
@@ -54,3 +57,19 @@ def test_training_and_evaluation_answers_may_be_drawn_differently() -> None:
     sampling = replica_rules(run, "replica-0", 1, (2,)).sampling
     assert sampling["evaluation"].temperature == 0
     assert (sampling["training"].temperature, sampling["training"].top_p) == (1.0, 0.9)
+
+
+def test_processes_on_cuda_are_given_gpus_and_may_share_one() -> None:
+    on_gpu = {"kind": "torch", "device": "cuda"}
+    run = config(
+        rollout={"engine": on_gpu, "gpus_per_replica": 0.25, "num_replicas": 2},
+        trainer={"device": "cuda", "gpus": 0.5},
+    )
+    assert [gpus_of(build, run) for build in (builders.trainer, builders.replica, builders.data)] == [0.5, 0.25, 0.0]
+    check_gpus(run, available=1.0)
+    with pytest.raises(UserError, match=r"need 1 GPUs but this machine has 0"):
+        check_gpus(run, available=0.0)
+
+
+def test_a_run_on_the_cpu_needs_no_gpu() -> None:
+    check_gpus(config(), available=0.0)

@@ -61,6 +61,8 @@ class Launcher:
         ends:       then; or when a service dies, or the manager gives up
         """
         try:
+            resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            check_gpus(self._config, available=resources.get("GPU", 0.0))
             async with asyncio.TaskGroup() as self._group:
                 for name in ("relay", "data", "manager"):
                     self._start(name, SERVICES[name])
@@ -94,7 +96,7 @@ class Launcher:
             "name": name,
             "namespace": self._place.run_id,
             "num_cpus": 0,
-            "num_gpus": gpus_of(name, self._config),
+            "num_gpus": gpus_of(build, self._config),
             "max_concurrency": MAX_CALLS,
         }
         self._handles[name] = shell.Shell.options(**options).remote(build, spec)  # type: ignore[attr-defined]
@@ -212,11 +214,22 @@ def _flatten(errors: BaseExceptionGroup[LaminarError]) -> Iterator[LaminarError]
             yield error
 
 
-def gpus_of(name: str, config: RunConfig) -> float:
-    """GPUs that Ray must set aside for a process."""
+def gpus_of(build: Builder, config: RunConfig) -> float:
+    """GPUs, or the share of one, that Ray must set aside for a process."""
     engine = config.rollout.engine
-    if name == "trainer":
-        return 1.0 if config.trainer.device.startswith("cuda") else 0.0
-    if name in SERVICES:
-        return 0.0
-    return 1.0 if engine.kind == "torch" and engine.device.startswith("cuda") else 0.0
+    if build is builders.trainer and config.trainer.device.startswith("cuda"):
+        return config.trainer.gpus
+    if build is builders.replica and engine.kind != "scripted" and engine.device.startswith("cuda"):
+        return config.rollout.gpus_per_replica
+    return 0.0
+
+
+def check_gpus(config: RunConfig, *, available: float) -> None:
+    """Raise `UserError` if Ray would wait for GPUs that are not there."""
+    learner, replica = gpus_of(builders.trainer, config), gpus_of(builders.replica, config)
+    needed = learner + config.rollout.num_replicas * replica
+    if needed > available:
+        raise UserError(
+            f"the learner and {config.rollout.num_replicas} replicas need {needed:g} GPUs but this machine has "
+            f"{available:g}; lower trainer.gpus and rollout.gpus_per_replica to let them share, or rollout.num_replicas"
+        )

@@ -45,6 +45,8 @@ class CustomEngineConfig(Section):
     """`module:Name` of a class that keeps the Engine protocol."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class, besides `model_path`."""
+    device: str = "cpu"
+    """`cpu`, or `cuda` if Ray must set a GPU aside for it."""
     max_running: PositiveInt = 256
     """Sequences that it runs together."""
     kv_capacity_tokens: PositiveInt = 65_536

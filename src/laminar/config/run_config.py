@@ -81,6 +81,8 @@ class RolloutConfig(Section):
     """How training answers are drawn."""
     engine: EngineConfig = TorchEngineConfig()
     """What turns tokens into more tokens."""
+    gpus_per_replica: PositiveFloat = 1.0
+    """GPUs that Ray sets aside for a replica whose engine runs on `cuda`; 0.3 lets three processes share one."""
     stream_every_tokens: PositiveInt = 128
     """A trajectory's new tokens go to the partial response pool after so many,"""
     stream_every_s: PositiveFloat = 0.5

@@ -70,6 +70,8 @@ class TrainerConfig(Section):
     """Tokens in one forward and backward pass, at most (one longer sequence is a micro-batch of its own)."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`."""
+    gpus: PositiveFloat = 1.0
+    """GPUs that Ray sets aside for the learner if it runs on `cuda`; less than 1 shares one with replicas."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Number format of forward and backward; master weights are float32."""
     batch_deadline_s: PositiveFloat = 1_800.0
