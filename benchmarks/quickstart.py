@@ -366,6 +366,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Measure and print."""
     options = arguments()
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # as an exception: it ends the run under way
     packages = ["torch", "transformers", "ray", *([] if options.skip_trl else ["trl"])]
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as scratch:

@@ -3,11 +3,14 @@
 import contextlib
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 import run_kit as kit
+
+from laminar.cluster.instance import SCRATCH_PREFIX
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -40,6 +43,27 @@ def test_a_killed_replica_costs_nothing_but_time(tmp_path: Path) -> None:
     assert told["restarts"] == 1
     assert told["exit_reason"] == "finished"
     assert (run / "export" / "model.safetensors").is_file()
+
+
+def test_ctrl_c_leaves_nothing_behind_and_the_run_can_go_on(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    shm_before, scratch_before = set(os.listdir("/dev/shm")), scratch_folders()
+    with kit.training(str(kit.RECIPE), *kit.SMALL, "--out", str(run), log=log) as process:
+        kit.wait_for("a first step", lambda: kit.last_step(run) >= 1, process, log)
+        processes = kit.family(process)
+        os.killpg(process.pid, signal.SIGINT)  # a terminal sends it to every process of the group
+        assert process.wait(kit.DEADLINE_S) == 128 + signal.SIGINT, log.read_text()
+        assert kit.survivors(processes, within_s=5.0) == []
+    assert set(os.listdir("/dev/shm")) <= shm_before
+    assert scratch_folders() <= scratch_before
+    assert kit.summary(run)["exit_reason"] != "finished"
+    with kit.training("--resume", str(run), log=log) as process:
+        kit.finish(process, log)
+    assert kit.audit(run)["problems"] == []
+
+
+def scratch_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*"))
 
 
 def test_a_run_survives_sigterm_and_then_sigkill_of_everything(tmp_path: Path) -> None:

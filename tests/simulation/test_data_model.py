@@ -231,14 +231,15 @@ class ShardMachine(RuleBasedStateMachine):
         assert self.loop.time() - before <= wait_s + 1e-6
         again = self.run(self.shard.claim(lease, version, max_trajectories, 0.0)) if batch.items else batch
         assert again == batch
-        if batch.purpose == "training":
+        purpose = batch.items[0].purpose if batch.items else "training"
+        if purpose == "training":
             assert len(batch.items) <= max_trajectories
             assert len(self.model.open_groups() | {i.group_id for i in batch.items}) <= 4
             if not batch.items and self.rules.total_groups is None and max_trajectories >= self.rules.group_size:
                 assert room <= 0
         if batch.items:
-            self.model.leases[lease] = (version, batch.purpose)
-        if batch.purpose == "evaluation":
+            self.model.leases[lease] = (version, purpose)
+        if purpose == "evaluation":
             self.redraw_evaluation(batch, version)
         self.take_over(lease, batch, version)
 
@@ -481,12 +482,6 @@ class ShardMachine(RuleBasedStateMachine):
             completed = {g.group_id: g.completed or 0 for g in rows.groups()}
         self.model.ready.sort(key=completed.__getitem__)
         self.see_drops()
-
-    @rule()
-    def learner_at(self) -> None:
-        self.model.learner += 1
-        self.run(self.shard.learner_at(self.model.learner))
-        self.run(self.shard.learner_at(self.model.learner - 1))
 
     @rule(data=st.data(), max_trajectories=st.sampled_from([3, 6]), trains=st.booleans(), commits=st.booleans())
     def cycle(self, data: st.DataObject, max_trajectories: int, trains: bool, commits: bool) -> None:

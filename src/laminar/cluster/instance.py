@@ -46,7 +46,6 @@ QUIET = {
 @contextmanager
 def ray_instance(namespace: str) -> Iterator[Path]:
     """Run Ray on this machine for the time of the context; yields a scratch folder with short paths for sockets."""
-    _check_shared_memory()
     sweep_scratch()
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
@@ -86,7 +85,8 @@ def sweep_scratch() -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_shared_memory() -> None:
+def check_shared_memory() -> None:
+    """Raise `UserError` if Ray could not start here."""
     shm = Path("/dev/shm")
     if not shm.is_dir():
         return

@@ -43,9 +43,9 @@ class Claims:
             trajectories += group.members
         return "training", trajectories
 
-    def batch(self, trajectories: Sequence[Trajectory], purpose: Purpose) -> Batch:
+    def batch(self, trajectories: Sequence[Trajectory]) -> Batch:
         """Work items of trajectories that are in a lease."""
-        return Batch(items=tuple(self._item(trajectory) for trajectory in trajectories), purpose=purpose)
+        return Batch(items=tuple(self._item(trajectory) for trajectory in trajectories))
 
     def _make_room(self, num_returned: int, max_trajectories: int) -> None:
         """Let the eviction drop ready groups if the buffer is all that keeps a claim from being filled."""

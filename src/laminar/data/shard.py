@@ -169,7 +169,7 @@ class DataShard:
             )
             self._write()
         adopted = self._pool.adopted(from_lease, to_lease, version)
-        return self._claims.batch(adopted, self._pool.purpose(to_lease) or "training")
+        return self._claims.batch(adopted)
 
     # ---- for the manager
 
@@ -213,11 +213,6 @@ class DataShard:
         self._go_back(step)
         self._write()
         await self._journal.durable()
-
-    async def learner_at(self, version: int) -> None:
-        """The learner has published this version; it only counts staleness from it."""
-        self._learner_is_at(version)
-        self._write()
 
     async def request_evaluation(self, version: int) -> None:
         """Have the held-out prompts answered by the next replica that claims at `version` or newer."""
@@ -289,8 +284,8 @@ class DataShard:
     # ---- operations
 
     def _try_claim(self, lease_id: str, version: int, max_trajectories: int) -> Batch | None:
-        if (known := self._pool.purpose(lease_id)) is not None:
-            return self._claims.batch(self._pool.held(lease_id), known)
+        if self._pool.purpose(lease_id) is not None:
+            return self._claims.batch(self._pool.held(lease_id))
         if self._is_finished:
             return None
         try:
@@ -305,7 +300,7 @@ class DataShard:
                 "claimed", lease_id=lease_id, version=version, num_trajectories=len(trajectories), purpose=purpose
             )
         self._write()
-        return self._claims.batch(trajectories, purpose) if trajectories else None
+        return self._claims.batch(trajectories) if trajectories else None
 
     def _try_sample(self, step: int, part: int, num_groups: int) -> list[Group] | None:
         known = self._buffer.taken(step, part)

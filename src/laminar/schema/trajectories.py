@@ -112,7 +112,6 @@ class Batch(Struct, frozen=True, kw_only=True):
     """What one claim or adoption brought; empty if nothing was to be had before the deadline."""
 
     items: tuple[WorkItem, ...] = ()
-    purpose: Purpose = "training"
 
 
 class Scored(Struct, frozen=True, kw_only=True, tag="scored"):
