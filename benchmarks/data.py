@@ -59,8 +59,8 @@ class NoJournal:
     async def durable(self) -> None:
         """Nothing ever is."""
 
-    async def room(self) -> None:
-        """There always is."""
+    async def committed(self) -> None:
+        """Nothing ever is."""
 
     async def failed(self) -> NoReturn:
         """Never; the benchmark does not ask."""

@@ -28,6 +28,7 @@ from laminar.rollout.trajectory import EpisodeLimits
 from laminar.scheduling.fleet import FleetRules
 from laminar.scheduling.repack import RepackRules
 from laminar.schema.errors import PeerLost
+from laminar.schema.fleet import KnownFleet
 from laminar.schema.trajectories import ExperienceGroup, Grade, Prompt, Sampling, Scored
 from laminar.tasks.protocol import Environment, Problem, Reply
 from laminar.telemetry.events import MemoryEvents
@@ -167,7 +168,7 @@ class World:
         self.shard = DataShard(self.journal, NumProblems(40, s.num_heldout), rules, self.events)
         self.manager = Manager(
             self._manager_rules(),
-            num_replicas=s.num_replicas,
+            fleet=KnownFleet(num_replicas=s.num_replicas),
             replicas=self,
             data=Line(lambda: self.shard, "data"),
             relay=self.link,

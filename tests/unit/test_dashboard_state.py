@@ -16,7 +16,7 @@ from laminar.telemetry.vocabulary import (
     RunFinished,
     RunStarted,
     ServiceLost,
-    ServiceStarted,
+    ServiceReady,
     Step,
     Trajectory,
     WaitStarted,
@@ -134,10 +134,10 @@ def test_a_restart_is_counted_once_in_whatever_order_its_events_are_read(seed: i
 
 
 def test_services_are_told_when_they_are_lost_and_back_but_not_when_they_first_start():
-    view = fold(RunView(), [_started(), ServiceStarted(t=1, source="launcher", service="relay")])
+    view = fold(RunView(), [_started(), ServiceReady(t=1, source="launcher", service="relay")])
     assert not view.notices
     fold(view, [ServiceLost(t=2, source="l", service="relay", reason="signal 9")])
-    fold(view, [ServiceStarted(t=3, source="l", service="relay")])
+    fold(view, [ServiceReady(t=3, source="l", service="relay")])
     assert [notice.text for notice in view.notices] == ["relay lost: signal 9", "relay is back"]
     assert (view.num_losses, view.num_restarts) == (1, 1)
 

@@ -106,6 +106,9 @@ class MemorySink:
         self.published: dict[int, dict] = {}
         self.reached: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
+    async def newest(self) -> int | None:
+        return max(self.published, default=None)
+
     async def publish(self, version: int, tensors) -> float:
         self.published[version] = dict(tensors)
         self.reached[version].set()
@@ -212,6 +215,35 @@ async def test_a_restarted_trainer_goes_on_from_the_newest_checkpoint_and_trains
     assert final[:8] == before
     assert len(final) == len(set(final)) == 20
     assert set(final) == world.buffer.trained
+
+
+async def test_a_restarted_trainer_leaves_newer_weights_in_the_relay_until_it_has_made_newer_ones(world):
+    task = asyncio.create_task(world.loop().run())
+    await world.sink.reached[3].wait()
+    world.buffer.ready.clear()
+    task.cancel()
+    await asyncio.wait([task])
+    first_life = dict(world.sink.published)
+    world.buffer.ready.set()
+    await world.loop().run()
+    assert {version: world.sink.published[version] for version in first_life} == first_life
+    assert [event["version"] for event in world.events.of("published")] == [0, 1, 2, 3, 4, 5]
+    assert [event["step"] for event in world.events.of("learner_loaded")] == [0, 2]
+    assert len(world.sink.published[5]["seen"]) == 20
+
+
+async def test_a_relay_that_lost_its_weights_gets_them_again_while_the_trainer_waits(world):
+    world.buffer.ready.clear()
+    task = asyncio.create_task(world.loop().run())
+    await world.sink.reached[0].wait()
+    world.sink.published.clear()
+    world.sink.reached[0].clear()
+    async with asyncio.timeout(10):
+        await world.sink.reached[0].wait()
+    assert world.sink.published[0]["seen"] == []
+    world.buffer.ready.set()
+    await task
+    assert len(world.buffer.trained) == 20
 
 
 async def test_a_finished_run_that_is_started_again_only_publishes(world):

@@ -66,10 +66,10 @@ def test_processes_on_cuda_are_given_gpus_and_may_share_one() -> None:
         trainer={"device": "cuda", "gpus": 0.5},
     )
     assert [gpus_of(build, run) for build in (builders.trainer, builders.replica, builders.data)] == [0.5, 0.25, 0.0]
-    check_gpus(run, available=1.0)
+    check_gpus(run, 2, available=1.0)
     with pytest.raises(UserError, match=r"need 1 GPUs but this machine has 0"):
-        check_gpus(run, available=0.0)
+        check_gpus(run, 2, available=0.0)
 
 
 def test_a_run_on_the_cpu_needs_no_gpu() -> None:
-    check_gpus(config(), available=0.0)
+    check_gpus(config(), 2, available=0.0)

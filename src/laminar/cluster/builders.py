@@ -12,6 +12,7 @@ from pathlib import Path
 from laminar.cluster.ports import ActorReplicas, port_to, replica_name
 from laminar.cluster.run_folder import CHECKPOINTS
 from laminar.cluster.shell import Place, Service, Spec
+from laminar.schema.fleet import KnownFleet
 from laminar.tasks.grading import AnyGrader
 from laminar.tasks.loading import build_task
 from laminar.tasks.protocol import InteractiveTask
@@ -65,7 +66,7 @@ async def manager(spec: Spec) -> AsyncIterator[Service]:
     async with _events(spec.place, "manager") as events:
         yield Manager(
             manager_rules(spec.config),
-            num_replicas=spec.config.rollout.num_replicas,
+            fleet=spec.fleet or KnownFleet(num_replicas=spec.config.rollout.num_replicas),
             replicas=ActorReplicas(namespace),
             data=port_to(namespace, "data"),
             relay=port_to(namespace, "relay"),
@@ -110,10 +111,12 @@ async def replica(spec: Spec) -> AsyncIterator[Service]:
     """One life of a rollout worker."""
     from laminar.cluster.engines import build_engine
     from laminar.cluster.wiring import replica_rules
+    from laminar.relay.fallback import CheckpointedWeights
     from laminar.relay.reader import WeightReader
     from laminar.rollout.episodes import Episodes
     from laminar.rollout.replica import Replica
     from laminar.tasks.tokenizer import load_tokenizer
+    from laminar.trainer.checkpoints import model_folder
 
     config, namespace = spec.config, spec.place.run_id
     tokenizer = load_tokenizer(config.model.path)
@@ -130,7 +133,11 @@ async def replica(spec: Spec) -> AsyncIterator[Service]:
                 environments=_environments(spec),
                 act_timeout_s=config.task.grade_timeout_s,
             ),
-            weights=await stack.enter_async_context(WeightReader(relay_socket(spec.place), spec.place.secret)),
+            weights=CheckpointedWeights(
+                await stack.enter_async_context(WeightReader(relay_socket(spec.place), spec.place.secret)),
+                lambda version: model_folder(spec.place.folder / CHECKPOINTS, version),
+                config.relay.dtype,
+            ),
             data=port_to(namespace, "data"),
             manager=port_to(namespace, "manager"),
             events=events,

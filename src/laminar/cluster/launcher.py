@@ -1,27 +1,30 @@
-"""Start the processes of a run, watch them, carry out the manager's orders, stop them all.
+"""Start the processes of a run, watch them, start them again, carry out the manager's orders, stop them all.
 
-Invariant: every process of the run is a child of the Ray instance that this process started; nothing outlives it.
+Invariant: every process of the run is a child of the Ray instance that this process started; nothing outlives it. The
+death of any one of them does not end the run: a service is started again by `scheduling.restarts`, a replica when the
+manager says so.
 """
 
 import asyncio
-import contextlib
-import os
-import signal
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from typing import Any, Final
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from laminar.cluster import builders, shell
-from laminar.cluster.ports import cause_line, first_line, port_to, replica_name
+from laminar.cluster import builders
+from laminar.cluster.life import Life, LifeLost, PingRules
+from laminar.cluster.ports import port_to, replica_name
 from laminar.cluster.shell import Builder, Place, Spec
+from laminar.cluster.wiring import ping_rules, restart_rules
 from laminar.config.run_config import RunConfig
+from laminar.insisting import insist
 from laminar.manager.orders import GiveUpOrder, KillOrder, StartOrder
-from laminar.schema.errors import LaminarError, RunFailed, UserError
+from laminar.scheduling.restarts import after_failure
+from laminar.schema.errors import LaminarError, PortError, RunFailed, UserError
+from laminar.schema.fleet import KnownFleet
 from laminar.telemetry.events import EventLog
 
-SERVICES: dict[str, Builder] = {
+SERVICES: Final[dict[str, Builder]] = {
     "relay": builders.relay,
     "data": builders.data,
     "manager": builders.manager,
@@ -29,47 +32,47 @@ SERVICES: dict[str, Builder] = {
 }
 """Every run has one of each; a relay will be one per machine."""
 
-STOP_S = 5.0
+STOP_S: Final = 5.0
 """Time that services get to close what they opened; then their processes are killed."""
 
-EVALUATION_WAIT_S = 300.0
+EVALUATION_WAIT_S: Final = 300.0
 """The last evaluation takes one batch of one replica."""
 
-MAX_CALLS = 10_000
-"""Calls that may wait in one process at a time; each waiting claim or sample is one."""
-
-ORDERS_WAIT_S = 10.0
+ORDERS_WAIT_S: Final = 10.0
 """Length of one call for orders; an order is answered at once."""
+
+RETRY_S: Final = 0.2
+"""Pause before a service that restarts is called again."""
 
 
 class Launcher:
-    """The processes of one run; `run` returns when training is done."""
+    """The processes of one run; `run` returns when training is done, `scale` works meanwhile."""
 
     def __init__(self, config: RunConfig, place: Place, resume_step: int | None, events: EventLog) -> None:
         self._config = config
         self._place = place
         self._resume_step = resume_step
         self._events = events
-        self._handles: dict[str, Any] = {}
-        self._pids: dict[str, int] = {}
+        self._pings: PingRules = ping_rules(config)
+        self._num_replicas = config.rollout.num_replicas
+        self._services: dict[str, Life] = {}
+        self._replicas: dict[tuple[str, int], Life] = {}
+        self._last_lives: dict[str, int] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Train to the last step; raises what ended the run early.
 
         waits for:  the trainer to finish, then the last evaluation
-        ends:       then; or when a service dies, or the manager gives up
+        ends:       then; or when a service failed too often, or the manager gives up
         """
         try:
-            resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-            check_gpus(self._config, available=resources.get("GPU", 0.0))
+            check_gpus(self._config, self._num_replicas, available=_gpus_available())
             async with asyncio.TaskGroup() as self._group:
                 for name in ("relay", "data", "manager"):
-                    self._start(name, SERVICES[name])
-                    self._spawn(self._watch_service(name))
+                    self._spawn(self._keep_for_ever(name))
                 self._spawn(self._obey_for_ever())
-                self._start("trainer", SERVICES["trainer"])
-                await self._until_it_ends("trainer")
+                await self._keep("trainer")
                 await self._finish()
                 for task in self._tasks:
                     task.cancel()
@@ -78,126 +81,168 @@ class Launcher:
         finally:
             await self._stop_all()
 
-    def _port(self, name: str) -> Any:
-        return port_to(self._place.run_id, name)
+    async def scale(self, num_replicas: int) -> None:
+        """There shall be so many replicas from now on; raises `UserError` if that cannot be."""
+        least = self._config.manager.min_replicas
+        if num_replicas < least:
+            raise UserError(f"--replicas {num_replicas} is less than manager.min_replicas = {least}")
+        check_gpus(self._config, num_replicas, available=_gpus_available())
+        self._num_replicas = num_replicas  # a manager that starts meanwhile hears of it
+        self._events.emit("scaled", num_replicas=num_replicas)
+        await self._insist("manager", "scale", num_replicas)
 
     def _spawn(self, loop: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(self._group.create_task(loop))
 
-    def _start(self, name: str, build: Builder, *, replica_id: str = "", incarnation: int = 0) -> None:
-        spec = Spec(
-            config=self._config,
-            place=self._place,
-            resume_step=self._resume_step,
-            replica_id=replica_id,
-            incarnation=incarnation,
+    async def _insist(self, name: str, method: str, *args: Any, **wait: float) -> Any:
+        """Call a service that may be restarting, until it answers or the time is up in which it would have."""
+        call = getattr(port_to(self._place.run_id, name), method)
+        deadline_s = self._pings.start_timeout_s + wait.get("wait_s", 0.0)
+        return await insist(
+            lambda: call(*args, **wait),
+            on=f"reach the {name} service ({method})",
+            deadline_s=deadline_s,
+            who="the launcher",
         )
-        options = {
-            "name": name,
-            "namespace": self._place.run_id,
-            "num_cpus": 0,
-            "num_gpus": gpus_of(build, self._config),
-            "max_concurrency": MAX_CALLS,
-        }
-        self._handles[name] = shell.Shell.options(**options).remote(build, spec)  # type: ignore[attr-defined]
 
-    async def _until_it_ends(self, name: str) -> None:
-        """Wait for the loop of a service to return; raises `RunFailed` or what the service raised for the user."""
-        try:
-            await self._handles[name].run.remote()
-        except RayTaskError as error:
-            if isinstance(error.cause, UserError | RunFailed):
-                raise error.cause from None
-            raise RunFailed(f"the {name} process failed: {cause_line(error)} ({self._resume_hint()})") from error
-        except RayActorError as error:
-            raise RunFailed(f"the {name} process died: {first_line(error)} ({self._resume_hint()})") from None
+    # ---- services
 
-    async def _watch_service(self, name: str) -> None:
-        """An endless loop that returns is an error.
+    async def _keep(self, name: str) -> None:
+        """Start a service, and again whenever it is lost; returns when its loop returns.
+
+        waits for:  the loop of the service; ends: with it, or with `RunFailed` after too many failures in a row
+        """
+        loop, rules = asyncio.get_running_loop(), restart_rules(self._config)
+        failures = incarnation = 0
+        while True:
+            incarnation += 1
+            began_s = loop.time()
+            try:
+                await self._live(name, incarnation)
+                return
+            except LifeLost as error:
+                self._events.emit("service_lost", service=name, incarnation=incarnation, reason=str(error))
+                restart = after_failure(failures, loop.time() - began_s, rules)
+                if restart is None:
+                    raise RunFailed(
+                        f"{name} failed {failures + 1} times in a row (manager.max_restarts), the last time: {error} "
+                        f"({self._resume_hint()})"
+                    ) from None
+            failures = restart.failures
+            await asyncio.sleep(restart.wait_s)
+
+    async def _keep_for_ever(self, name: str) -> None:
+        """A service whose loop has no end.
 
         waits for:  the service's loop to end, which it must not; ends: cancelled when training is done
         """
-        await self._until_it_ends(name)
+        await self._keep(name)
         raise RunFailed(f"the loop of {name} returned; it must run until it is stopped")
 
-    async def _watch_replica(self, replica_id: str, incarnation: int) -> None:
-        """Tell the manager when a life of a replica is over.
+    async def _live(self, name: str, incarnation: int) -> None:
+        """One life of a service."""
+        spec = Spec(
+            config=self._config,
+            place=self._place,
+            incarnation=incarnation,
+            resume_step=self._resume_step if incarnation == 1 else None,
+            fleet=self._known_fleet() if name == "manager" else None,
+        )
+        num_gpus = gpus_of(SERVICES[name], self._config)
+        life = await Life.begin(name, SERVICES[name], spec, num_gpus=num_gpus)
+        self._services[name] = life
 
-        waits for:  the replica's loop to end, by itself or with its process
-        """
-        name = replica_name(replica_id, incarnation)
-        handle = self._handles.get(name)
-        if handle is None:
-            return  # killed in the same breath in which it was started
+        def tell(kind: str, pid: int) -> None:
+            self._events.emit(kind, service=name, incarnation=incarnation, pid=pid)
+
         try:
-            self._pids[name] = await handle.pid.remote()
-            self._events.emit("replica_started", replica_id=replica_id, incarnation=incarnation, pid=self._pids[name])
-            await handle.run.remote()
-            reason = "its loop returned"
-        except RayTaskError as error:
-            reason = cause_line(error)
-        except RayActorError as error:
-            reason = first_line(error)
-        self._events.emit("process_ended", replica_id=replica_id, incarnation=incarnation, reason=reason)
-        self._kill(name)
-        await self._port("manager").lost(replica_id, incarnation, reason)
+            await life.run(
+                lambda pid: tell("service_started", pid),
+                pings=self._pings,
+                on_ready=lambda pid: tell("service_ready", pid),
+            )
+        except LifeLost:
+            life.kill()
+            del self._services[name]
+            raise
+
+    def _known_fleet(self) -> KnownFleet:
+        running = dict(self._replicas.keys())
+        over = {name: last for name, last in self._last_lives.items() if name not in running}
+        return KnownFleet(num_replicas=self._num_replicas, running=running, over=over)
+
+    # ---- replicas
 
     async def _obey_for_ever(self) -> None:
         """Start and kill replicas as the manager says.
 
         waits for:  orders  <- the manager decides something; ends: cancelled when training is done
         """
-        manager = self._port("manager")
+        manager = port_to(self._place.run_id, "manager")
         while True:
-            for order in await manager.orders(wait_s=ORDERS_WAIT_S):
+            try:
+                orders = await manager.orders(wait_s=ORDERS_WAIT_S)
+            except PortError:
+                await asyncio.sleep(RETRY_S)  # it is being restarted, and then knows what runs
+                continue
+            for order in orders:
                 match order:
                     case StartOrder(replica_id=replica_id, incarnation=incarnation):
-                        name = replica_name(replica_id, incarnation)
-                        self._start(name, builders.replica, replica_id=replica_id, incarnation=incarnation)
-                        self._spawn(self._watch_replica(replica_id, incarnation))
+                        self._last_lives[replica_id] = incarnation
+                        self._spawn(self._run_replica(replica_id, incarnation))
                     case KillOrder(replica_id=replica_id, incarnation=incarnation):
-                        self._kill(replica_name(replica_id, incarnation))
+                        self._kill_replica(replica_id, incarnation)
                     case GiveUpOrder(reason=reason):
                         raise RunFailed(f"{reason} ({self._resume_hint()})")
 
+    async def _run_replica(self, replica_id: str, incarnation: int) -> None:
+        """One life of a replica; the manager hears of its end.
+
+        waits for:  the replica's loop to end, by itself or with its process
+        """
+        spec = Spec(config=self._config, place=self._place, replica_id=replica_id, incarnation=incarnation)
+        me = {"replica_id": replica_id, "incarnation": incarnation}
+        try:
+            name = replica_name(replica_id, incarnation)
+            num_gpus = gpus_of(builders.replica, self._config)
+            life = await Life.begin(name, builders.replica, spec, num_gpus=num_gpus)
+            self._replicas[replica_id, incarnation] = life
+            await life.run(lambda pid: self._events.emit("replica_started", **me, pid=pid))
+            reason = "its loop returned"
+        except (LifeLost, UserError, RunFailed) as error:
+            reason = str(error)
+        self._events.emit("process_ended", **me, reason=reason)
+        self._kill_replica(replica_id, incarnation)
+        await self._insist("manager", "lost", replica_id, incarnation, reason)
+
+    def _kill_replica(self, replica_id: str, incarnation: int) -> None:
+        if (life := self._replicas.pop((replica_id, incarnation), None)) is not None:
+            life.kill()
+
+    # ---- the end
+
     async def _finish(self) -> None:
         """The last evaluation, and no open ends in the ledger."""
-        data = self._port("data")
         if self._config.evaluation.num_prompts:
-            await data.evaluation(self._config.trainer.num_steps, wait_s=EVALUATION_WAIT_S)
-        await data.finish_run("the run was finished")
+            await self._insist("data", "evaluation", self._config.trainer.num_steps, wait_s=EVALUATION_WAIT_S)
+        await self._insist("data", "finish_run", "the run was finished")
 
     async def _stop_all(self) -> None:
         """Producers first, so that the data shard hears their last words."""
-        services = ["data", "relay"]
-        await self._stop([name for name in self._handles if name not in services])
-        await self._stop([name for name in services if name in self._handles])
-
-    async def _stop(self, names: list[str]) -> None:
-        stops = [asyncio.ensure_future(_quietly(self._handles[name].stop.remote())) for name in names]
-        if stops:
-            await asyncio.wait(stops, timeout=STOP_S)
-        for name in names:
-            self._kill(name)
-
-    def _kill(self, name: str) -> None:
-        """End a process even if it is frozen and hears no call."""
-        handle = self._handles.pop(name, None)
-        if handle is not None:
-            ray.kill(handle)
-        pid = self._pids.pop(name, None)
-        if pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        last = [self._services.pop(name) for name in ("data", "relay") if name in self._services]
+        await _stop([*self._replicas.values(), *self._services.values()])
+        await _stop(last)
 
     def _resume_hint(self) -> str:
         return f"nothing is lost; go on with: laminar train --resume {self._place.folder}"
 
 
-async def _quietly(call: Any) -> None:
-    """A process that is gone already needs no stopping."""
-    with contextlib.suppress(RayError):
-        await call
+async def _stop(lives: list[Life]) -> None:
+    stops = [asyncio.ensure_future(life.stop()) for life in lives]
+    if stops:
+        await asyncio.wait(stops, timeout=STOP_S)
+    for life in lives:
+        life.kill()
 
 
 def _first(errors: BaseExceptionGroup[LaminarError]) -> LaminarError:
@@ -224,12 +269,17 @@ def gpus_of(build: Builder, config: RunConfig) -> float:
     return 0.0
 
 
-def check_gpus(config: RunConfig, *, available: float) -> None:
+def check_gpus(config: RunConfig, num_replicas: int, *, available: float) -> None:
     """Raise `UserError` if Ray would wait for GPUs that are not there."""
     learner, replica = gpus_of(builders.trainer, config), gpus_of(builders.replica, config)
-    needed = learner + config.rollout.num_replicas * replica
+    needed = learner + num_replicas * replica
     if needed > available:
         raise UserError(
-            f"the learner and {config.rollout.num_replicas} replicas need {needed:g} GPUs but this machine has "
-            f"{available:g}; lower trainer.gpus and rollout.gpus_per_replica to let them share, or rollout.num_replicas"
+            f"the learner and {num_replicas} replicas need {needed:g} GPUs but this machine has {available:g}; lower "
+            "trainer.gpus and rollout.gpus_per_replica to let them share, or rollout.num_replicas"
         )
+
+
+def _gpus_available() -> float:
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return float(resources.get("GPU", 0.0))

@@ -15,6 +15,7 @@ import ray
 from msgspec import Struct
 
 from laminar.config.run_config import RunConfig
+from laminar.schema.fleet import KnownFleet
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -28,13 +29,17 @@ class Place(Struct, frozen=True, kw_only=True):
 
 
 class Spec(Struct, frozen=True, kw_only=True):
-    """Which service, of which run."""
+    """Which life of which service, of which run.
+
+    `resume_step` is for the first life of the data service in a resumed run, `fleet` for the manager.
+    """
 
     config: RunConfig
     place: Place
-    resume_step: int | None
+    incarnation: int
+    resume_step: int | None = None
     replica_id: str = ""
-    incarnation: int = 0
+    fleet: KnownFleet | None = None
 
 
 class Service(Protocol):
@@ -63,6 +68,10 @@ class Shell:
     async def pid(self) -> int:
         """Process id, for the launcher to kill what hangs."""
         return os.getpid()
+
+    async def ready(self) -> None:
+        """Return when the service is built."""
+        await self._ready.wait()
 
     async def run(self) -> None:
         """Build and run the service; returns when it is done or was stopped, raises what it raises."""

@@ -1,5 +1,6 @@
 """From the configuration to the rules of each part: the one place where keys become arguments."""
 
+from laminar.cluster.life import PingRules
 from laminar.config.run_config import RunConfig, SamplingConfig
 from laminar.data.ports import DataRules
 from laminar.manager.manager import ManagerRules
@@ -8,6 +9,7 @@ from laminar.rollout.replica import ReplicaRules
 from laminar.rollout.trajectory import EpisodeLimits
 from laminar.scheduling.fleet import FleetRules
 from laminar.scheduling.repack import RepackRules
+from laminar.scheduling.restarts import RestartRules
 from laminar.scheduling.roofline import HARDWARE, max_useful_batch
 from laminar.schema.trajectories import Sampling
 
@@ -58,6 +60,19 @@ def data_rules(config: RunConfig) -> DataRules:
 def sampling(config: SamplingConfig) -> Sampling:
     """How tokens are drawn."""
     return Sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
+
+
+def ping_rules(config: RunConfig) -> PingRules:
+    """When the process of a service is given up."""
+    manager = config.manager
+    return PingRules(
+        every_s=manager.heartbeat_s, dead_after_s=manager.dead_after_s, start_timeout_s=manager.start_timeout_s
+    )
+
+
+def restart_rules(config: RunConfig) -> RestartRules:
+    """How often a service is started again."""
+    return RestartRules(max_restarts=config.manager.max_restarts, backoff_s=config.manager.backoff_s)
 
 
 def useful_batch(config: RunConfig) -> int:

@@ -31,7 +31,7 @@ from laminar.telemetry.vocabulary import (
     RunFinished,
     RunStarted,
     ServiceLost,
-    ServiceStarted,
+    ServiceReady,
     Step,
     Trajectory,
     undone_by,
@@ -258,7 +258,7 @@ def _service_lost(view: RunView, fact: ServiceLost) -> None:
     _notice(view, fact.t, f"{fact.service} lost{_because(fact.reason)}")
 
 
-def _service_started(view: RunView, fact: ServiceStarted) -> None:
+def _service_ready(view: RunView, fact: ServiceReady) -> None:
     if fact.service not in view.lost_services:
         return  # the ordinary start
     view.lost_services.discard(fact.service)
@@ -348,7 +348,7 @@ _HANDLERS: dict[type[Fact], Any] = {
     ReplicaLost: _replica_lost,
     ReplicaRetired: _replica_retired,
     ServiceLost: _service_lost,
-    ServiceStarted: _service_started,
+    ServiceReady: _service_ready,
     CommandFailed: _command_failed,
     PeerRefused: _peer_refused,
     Step: _step,

@@ -82,8 +82,8 @@ class Journal(Protocol):
         """Return when everything written so far survives the loss of this process and of power."""
         ...
 
-    async def room(self) -> None:
-        """Return when the queue is within its bound; the back-pressure of `write`."""
+    async def committed(self) -> None:
+        """Return when everything written so far survives the loss of this process; power may still take it."""
         ...
 
     async def failed(self) -> NoReturn:
@@ -122,8 +122,8 @@ class MemoryJournal:
     async def durable(self) -> None:
         self._settle()
 
-    async def room(self) -> None:
-        """There always is."""
+    async def committed(self) -> None:
+        self._settle()
 
     async def failed(self) -> NoReturn:
         """Memory does not fail. Waits for ever by design: it is what an endless loop waits for."""

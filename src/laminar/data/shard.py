@@ -1,7 +1,8 @@
 """One data shard: prompt pool, partial response pool, experience buffer and ledger behind the calls of the neighbours.
 
 Invariants: every call is idempotent; between two awaits the state is consistent, and what a call changed is one
-operation in the journal. What the trainer gets is durable before it gets it, the rest in order, a moment later.
+operation in the journal. A call is answered when what it did survives the loss of this process, so a neighbour that got
+no answer asks again, and nothing that was answered is forgotten; what the trainer gets survives the loss of power, too.
 
 Resident are the tokens of all trajectories that are not settled: at most `max_groups_ahead` groups besides those that
 steps took since the last durable checkpoint.
@@ -133,12 +134,14 @@ class DataShard:
                 return Batch()
             return self._try_claim(lease_id, version, max_trajectories)
 
-        return await self._room.wait_for(attempt, wait_s) or Batch()
+        batch = await self._room.wait_for(attempt, wait_s) or Batch()
+        await self._journal.committed()
+        return batch
 
     async def stream(self, lease_id: str, updates: tuple[Update, ...]) -> tuple[str, ...]:
         """Record progress; returns the ids that the caller does not hold under this lease and attempt (any more).
 
-        waits for:  the journal, if the disk is slower than the stream
+        waits for:  the journal
         """
         fenced: dict[str, None] = {}
         for update in updates:
@@ -149,7 +152,7 @@ class DataShard:
         if (why := self._progress.why_hopeless) is not None and not self._fatal.done():
             self._fatal.set_result(UserError(f"task: {why}"))
         self._write()
-        await self._journal.room()
+        await self._journal.committed()
         return tuple(fenced)
 
     async def adopt(self, from_lease: str, to_lease: str, version: int) -> Batch:
@@ -169,6 +172,7 @@ class DataShard:
             )
             self._write()
         adopted = self._pool.adopted(from_lease, to_lease, version)
+        await self._journal.committed()
         return self._claims.batch(adopted)
 
     # ---- for the manager
@@ -182,6 +186,7 @@ class DataShard:
         for trajectory in self._pool.held(lease_id):
             self._progress.fail(trajectory, "infrastructure", f"lease {lease_id} was lost")
         self._write()
+        await self._journal.committed()
 
     # ---- for the trainer
 
@@ -218,6 +223,7 @@ class DataShard:
         """Have the held-out prompts answered by the next replica that claims at `version` or newer."""
         self._evaluations.request(version)
         self._write()
+        await self._journal.committed()
 
     async def evaluation(self, version: int, wait_s: float) -> EvaluationResult | None:
         """What was asked for `version`; None if it is not there after `wait_s`.

@@ -2,8 +2,8 @@
 
 Invariants: one process writes, and holds `<file>.lock` meanwhile; one thread of it owns the connection. Operations are
 written in their order, many in one transaction (group commit): `flush_s` after the first, or as soon as somebody awaits
-`durable`. Only then is the file synced: a killed process loses at most the operations of `flush_s`, a power failure at
-most what nobody waited for, and in both cases the newest ones.
+`durable`. Only then is the file synced: a killed process loses at most the operations of `flush_s` that nobody waited
+for, a power failure at most what was not awaited to be durable, and in both cases the newest ones.
 
 The tables are documented in `laminar.data.sqlite_tables`.
 """
@@ -22,12 +22,9 @@ from typing import NoReturn
 from msgspec import Struct
 
 from laminar.data.journal import Rows
-from laminar.data.rows import PieceRow, Row
+from laminar.data.rows import Row
 from laminar.data.sqlite_tables import PAGE_BYTES, TableRows, TableWriter, check, create
 from laminar.schema.errors import RunFailed, UserError
-
-MAX_QUEUED_BYTES = 64 << 20
-"""Tokens that may wait for the disk; three seconds of a shard at full speed."""
 
 DURABLE_DEADLINE_S = 60.0
 """A disk that does not sync within this is taken for broken; a healthy one takes milliseconds."""
@@ -35,14 +32,13 @@ DURABLE_DEADLINE_S = 60.0
 WAL_PAGES = 2048
 """Pages in the WAL before SQLite moves them into the file (16 MiB): fewer means more syncs, more a longer start-up."""
 
-ROW_OVERHEAD_BYTES = 64
-"""Stands for a row without tokens in the count of queued bytes."""
-
 
 class Waiter(Struct, frozen=True):
-    """Somebody who waits until everything up to operation `number` is durable (None: until something fails)."""
+    """Somebody who waits until everything up to operation `number` is committed, and synced if `sync` (None: until
+    something fails)."""
 
     number: int | None
+    sync: bool
     loop: asyncio.AbstractEventLoop
     future: "asyncio.Future[None]"
 
@@ -64,8 +60,8 @@ class SqliteJournal:
         self._changed = threading.Condition()
         # All below is guarded by _changed.
         self._queue: list[tuple[Row, ...]] = []
-        self._queued_bytes = 0
         self._num_written = 0
+        self._num_committed = 0
         self._num_durable = 0
         self._waiters: list[Waiter] = []
         self._failure: str | None = None
@@ -80,13 +76,9 @@ class SqliteJournal:
         self.close()
 
     def write(self, rows: tuple[Row, ...]) -> None:
-        num_bytes = 0
-        for row in rows:
-            num_bytes += 2 * len(row.piece.token_ids) if type(row) is PieceRow else ROW_OVERHEAD_BYTES
         with self._changed:
             self._raise_failure()
             self._num_written += 1
-            self._queued_bytes += num_bytes
             self._queue.append(rows)
             if len(self._queue) == 1:
                 self._changed.notify()
@@ -96,8 +88,19 @@ class SqliteJournal:
             self._raise_failure()
             if self._num_durable == self._num_written:
                 return
-            future = self._wait_for(self._num_written)
+            future = self._wait_for(self._num_written, sync=True)
             self._changed.notify()
+        await self._in_time(future)
+
+    async def committed(self) -> None:
+        with self._changed:
+            self._raise_failure()
+            if self._num_committed == self._num_written:
+                return
+            future = self._wait_for(self._num_written, sync=False)
+        await self._in_time(future)
+
+    async def _in_time(self, future: "asyncio.Future[None]") -> None:
         try:
             async with asyncio.timeout(self._deadline_s):
                 await future
@@ -107,14 +110,10 @@ class SqliteJournal:
                 "check it, then resume the run"
             ) from None
 
-    async def room(self) -> None:
-        if self._queued_bytes > MAX_QUEUED_BYTES:
-            await self.durable()
-
     async def failed(self) -> NoReturn:
         with self._changed:
             self._raise_failure()
-            future = self._wait_for(None)
+            future = self._wait_for(None, sync=False)
         await future
         raise AssertionError("only a failure ends this wait")
 
@@ -134,9 +133,9 @@ class SqliteJournal:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def _wait_for(self, number: int | None) -> "asyncio.Future[None]":
+    def _wait_for(self, number: int | None, *, sync: bool) -> "asyncio.Future[None]":
         loop = asyncio.get_running_loop()
-        waiter = Waiter(number, loop, loop.create_future())
+        waiter = Waiter(number, sync, loop, loop.create_future())
         self._waiters.append(waiter)
         return waiter.future
 
@@ -156,7 +155,7 @@ class SqliteJournal:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._is_urgent() or self._is_closing)
                 self._changed.wait_for(lambda: self._is_urgent() or self._is_closing, timeout=self._flush_s)
-                operations, self._queue, self._queued_bytes = self._queue, [], 0
+                operations, self._queue = self._queue, []
                 number, is_urgent, is_closing = self._num_written, self._is_urgent(), self._is_closing
             try:
                 if operations or is_urgent:
@@ -167,13 +166,12 @@ class SqliteJournal:
             except BaseException as error:
                 self._fail(f"the journal {self._path} cannot be written: {type(error).__name__}: {error}")
                 raise
-            if is_urgent:
-                self._tell_durable(number)
+            self._tell(number, synced=is_urgent)
             if is_closing and not self._queue:
                 return
 
     def _is_urgent(self) -> bool:
-        return any(waiter.number is not None for waiter in self._waiters)
+        return any(waiter.number is not None and waiter.sync for waiter in self._waiters)
 
     def _commit(self, operations: list[tuple[Row, ...]], *, sync: bool) -> None:
         connection = self._connection
@@ -190,10 +188,15 @@ class SqliteJournal:
                 connection.execute("ROLLBACK")
             raise
 
-    def _tell_durable(self, number: int) -> None:
+    def _tell(self, number: int, *, synced: bool) -> None:
+        """Wake whoever waited for a commit of operations up to `number`, or for their being synced."""
         with self._changed:
-            self._num_durable = number
-            served = [w for w in self._waiters if w.number is not None and w.number <= number]
+            self._num_committed = number
+            if synced:
+                self._num_durable = number
+            served = [
+                w for w in self._waiters if w.number is not None and w.number <= number and (synced or not w.sync)
+            ]
             self._waiters = [w for w in self._waiters if w not in served]
         for waiter in served:
             _wake(waiter, None)

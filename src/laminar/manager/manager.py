@@ -15,7 +15,7 @@ from laminar.manager.repacker import Repacker
 from laminar.scheduling import fleet as decide
 from laminar.scheduling.repack import RepackRules
 from laminar.schema.errors import Fenced, PortError
-from laminar.schema.fleet import Adoption, ReplicaLoad
+from laminar.schema.fleet import Adoption, KnownFleet, ReplicaLoad
 from laminar.telemetry.events import Events
 
 
@@ -37,7 +37,7 @@ class Manager:
         self,
         rules: ManagerRules,
         *,
-        num_replicas: int,
+        fleet: KnownFleet,
         replicas: Replicas,
         data: DataPort,
         relay: RelayPort,
@@ -48,7 +48,7 @@ class Manager:
         self._data = data
         self._relay = relay
         self._events = events
-        self._num_replicas = num_replicas
+        self._known = fleet
         self._orders = OrderQueue()
         self._answers: dict[str, Adoption] = {}
         self._repacker = Repacker(rules.repack, replicas, events) if rules.repack else None
@@ -56,9 +56,10 @@ class Manager:
 
     async def run(self) -> None:
         """Watch until cancelled."""
-        self._fleet = decide.new_fleet(asyncio.get_running_loop().time())
+        known = self._known
+        self._fleet = decide.new_fleet(asyncio.get_running_loop().time(), known.running, known.over)
         async with asyncio.TaskGroup() as self._group:
-            self._apply(decide.Scaled(num_replicas=self._num_replicas))
+            self._apply(decide.Scaled(num_replicas=known.num_replicas))
             self._group.create_task(self._tick_for_ever())
             self._group.create_task(self._reconcile_for_ever())
             if self._repacker is not None:
@@ -86,6 +87,10 @@ class Manager:
     async def lost(self, replica_id: str, incarnation: int, reason: str) -> None:
         """The cluster layer saw a replica's process end or fail to start."""
         self._apply(decide.Lost(replica_id=replica_id, incarnation=incarnation, reason=reason))
+
+    async def scale(self, num_replicas: int) -> None:
+        """There shall be so many replicas from now on."""
+        self._apply(decide.Scaled(num_replicas=num_replicas))
 
     async def orders(self, wait_s: float) -> tuple[Order, ...]:
         """What the cluster layer has to do next; waits up to `wait_s` for something."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from laminar.relay.client import ClientRules, Connection, RelayClient
 from laminar.relay.manifest import Manifest, ManifestError, TensorEntry
-from laminar.relay.messages import Abandon, Commit, Done, Reserve, Reserved
+from laminar.relay.messages import Abandon, Commit, Done, Newest, Reserve, Reserved, Version
 from laminar.relay.slots import populate
 from laminar.relay.tensors import copy_all, layout_of, view, whole
 from laminar.relay.threads import run_in_thread
@@ -87,6 +87,10 @@ class WeightPublisher:
         written = await self.write(version, tensors)
         await self.complete(written)
         return written.stall_s
+
+    async def newest(self) -> int | None:
+        """Newest complete version that the relay holds; None if it holds none."""
+        return (await self._client.call(Newest(), Version)).version
 
     async def write(self, version: int, tensors: Mapping[str, Tensor]) -> Written:
         """Only the first half of `publish`: when it returns, the learner may change its tensors."""

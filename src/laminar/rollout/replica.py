@@ -5,10 +5,12 @@ Invariant: weights change only between batches, and a batch is told to the data 
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 
 from msgspec import Struct
 
 from laminar.engines.protocol import Engine
+from laminar.insisting import insist
 from laminar.rollout.batch_run import BatchRun, StreamRules
 from laminar.rollout.episodes import Episodes
 from laminar.rollout.outbox import Outbox
@@ -22,6 +24,8 @@ from laminar.telemetry.events import Events
 CLAIM_WAIT_S = 0.5
 """A replica that gets no batch for so long looks for newer weights before it asks again, so it never starts stale."""
 
+RETRY_S = 0.1
+"""Pause before a relay that restarts is asked again."""
 
 ClaimedBatch = tuple[str, Batch]
 """A lease and what is in it."""
@@ -99,7 +103,7 @@ class Replica:
             return False
         batch.expect(+1)
         try:
-            adopted = await self._data.adopt(lease_id, batch.lease_id, version)
+            adopted = await self._insist(lambda: self._data.adopt(lease_id, batch.lease_id, version), "adopt")
             batch.add(adopted.items)
         finally:
             batch.expect(-1)
@@ -140,13 +144,25 @@ class Replica:
         return order
 
     async def _load_newest(self) -> None:
-        newest = await self._weights.wait_newer(None, self._rules.weights_deadline_s)
-        if newest is None:
-            raise DeadlinePassed(f"the relay had no weights within {self._rules.weights_deadline_s:g} s")
-        await self._load(None)
+        """Raises `DeadlinePassed`.
+
+        waits for:  the relay to hold a version, also while it restarts
+        """
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + self._rules.weights_deadline_s
+        while not (await self._there_are_weights(give_up_s - loop.time()) and await self._load(None)):
+            if loop.time() >= give_up_s:
+                raise DeadlinePassed(f"the relay had no weights within {self._rules.weights_deadline_s:g} s")
+            await asyncio.sleep(RETRY_S)
+
+    async def _there_are_weights(self, wait_s: float) -> bool:
+        try:
+            return await self._weights.wait_newer(None, max(0.0, wait_s)) is not None
+        except (PeerLost, DeadlinePassed):
+            return False
 
     async def _load(self, version: int | None) -> bool:
-        """Swap in a version (None: the newest); False if the relay does not hold it."""
+        """Swap in a version (None: the newest); False if the relay does not hold it, or was lost on the way."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         try:
@@ -160,27 +176,27 @@ class Replica:
                     self._freed_by_repack = False
         except WeightsUnavailable:
             return False
+        except (PeerLost, DeadlinePassed):
+            self._version = None  # the copy may be torn, so it is made again whatever version comes next
+            return False
         return True
 
     async def _claim(self) -> ClaimedBatch:
         lease_id = self._new_lease()
-        version = self._held_version()
-        try:
-            batch = await self._data.claim(lease_id, version, self._rules.batch_trajectories, CLAIM_WAIT_S)
-        except (PeerLost, DeadlinePassed):
-            await asyncio.sleep(CLAIM_WAIT_S)  # the data shard restarts; the lease is named anew, so nothing is lost
-            batch = Batch()
-        return lease_id, batch
+        version, num = self._held_version(), self._rules.batch_trajectories
+        return lease_id, await self._insist(lambda: self._data.claim(lease_id, version, num, CLAIM_WAIT_S), "claim")
 
     async def _take_over(self, order: Adoption) -> ClaimedBatch:
-        lease_id = self._new_lease()
-        try:
-            batch = await self._data.adopt(order.lease_id, lease_id, self._held_version())
-        except (PeerLost, DeadlinePassed):
-            await self._tell_adoption(order, taken_over=False)
-            return lease_id, Batch()
+        lease_id, version = self._new_lease(), self._held_version()
+        batch = await self._insist(lambda: self._data.adopt(order.lease_id, lease_id, version), "adopt")
         await self._tell_adoption(order, taken_over=True)
         return lease_id, batch
+
+    async def _insist(self, call: Callable[[], Awaitable[Batch]], verb: str) -> Batch:
+        """What a call to the data shard brings, which may be restarting; asked in the same words it answers the same,
+        so nothing is handed out twice or to nobody."""
+        deadline_s, who = self._rules.port_deadline_s, self._rules.replica_id
+        return await insist(call, on=f"{verb} a batch from the data service", deadline_s=deadline_s, who=who)
 
     async def _tell_adoption(self, order: Adoption, *, taken_over: bool) -> None:
         """The manager finds out by itself, later, if it cannot be told."""

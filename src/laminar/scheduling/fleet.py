@@ -39,6 +39,7 @@ from laminar.scheduling.fleet_state import (
     Published,
     Released,
     Replica,
+    ReplicaStatus,
     Retire,
     Scaled,
     Start,
@@ -77,17 +78,20 @@ __all__ = [
 ]
 
 
-def new_fleet(now_s: float, survivors: Mapping[str, int] | None = None) -> Fleet:
+def new_fleet(now_s: float, survivors: Mapping[str, int] | None = None, over: Mapping[str, int] | None = None) -> Fleet:
     """A fleet at the start of a manager; `Scaled` starts its replicas.
 
     `survivors` are replicas that an earlier manager left running, with their incarnations: they are killed and started
-    again only if they stay silent.
+    again only if they stay silent. Replicas that are `over` with their last incarnation do not come back; others take
+    their places.
     """
+    known: list[tuple[Mapping[str, int], ReplicaStatus]] = [(survivors or {}, "suspect"), (over or {}, "retired")]
     replicas = {
         replica_id: Replica(
-            replica_id=replica_id, incarnation=incarnation, status="suspect", since_s=now_s, last_beat_s=now_s
+            replica_id=replica_id, incarnation=incarnation, status=status, since_s=now_s, last_beat_s=now_s
         )
-        for replica_id, incarnation in (survivors or {}).items()
+        for lives, status in known
+        for replica_id, incarnation in lives.items()
     }
     return Fleet(awake_since_s=now_s, last_tick_s=now_s, replicas=replicas)
 

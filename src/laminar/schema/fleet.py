@@ -36,6 +36,15 @@ class ReplicaLoad(Struct, frozen=True, kw_only=True):
         return self.kv_used_tokens / self.kv_capacity_tokens if self.kv_capacity_tokens else 0.0
 
 
+class KnownFleet(Struct, frozen=True, kw_only=True):
+    """What the cluster layer tells a manager that starts: how many replicas there shall be, which lives an earlier
+    manager left running, and the last lives of those that are over, whose names are used up."""
+
+    num_replicas: int
+    running: dict[str, int] = {}
+    over: dict[str, int] = {}
+
+
 class Lease(Struct, frozen=True, kw_only=True):
     """A batch in somebody's hands, as the data shard sees it."""
 

@@ -184,6 +184,7 @@ class ReplicaStarted(Fact, frozen=True, kw_only=True):
     replica_id: str
     incarnation: int
     reason: str = ""
+    pid: int = 0
 
 
 class ReplicaSuspect(Fact, frozen=True, kw_only=True):
@@ -219,17 +220,39 @@ class ProcessEnded(Fact, frozen=True, kw_only=True):
 
 
 class ServiceLost(Fact, frozen=True, kw_only=True):
-    """A service other than a replica (data, relay, trainer, manager) died."""
+    """This life of a service other than a replica (data, relay, trainer, manager) is over."""
 
     service: str
+    incarnation: int = 0
     reason: str = ""
 
 
 class ServiceStarted(Fact, frozen=True, kw_only=True):
-    """It is back."""
+    """A process of a service runs; what it is built of is still being loaded."""
 
     service: str
-    reason: str = ""
+    incarnation: int = 0
+    pid: int = 0
+
+
+class ServiceReady(Fact, frozen=True, kw_only=True):
+    """It answers calls."""
+
+    service: str
+    incarnation: int = 0
+    pid: int = 0
+
+
+class Scaled(Fact, frozen=True, kw_only=True):
+    """The user asked for so many replicas."""
+
+    num_replicas: int
+
+
+class LearnerLoaded(Fact, frozen=True, kw_only=True):
+    """A trainer begins after this step; what an earlier one did after it is done again, with the same experience."""
+
+    step: int
 
 
 class CommandFailed(Fact, frozen=True, kw_only=True):

@@ -37,6 +37,12 @@ def newest_step(folder: Path) -> int | None:
     return found[-1].step if found else None
 
 
+def model_folder(folder: Path, step: int) -> Path | None:
+    """The model of a complete checkpoint, in Hugging Face format; None if there is none of this step."""
+    found = next((one for one in complete_checkpoints(folder) if one.step == step), None)
+    return found.path / MODEL_FOLDER if found else None
+
+
 class Checkpoints:
     """The checkpoints of one run; only one process writes them. Implements `ports.CheckpointStore`."""
 

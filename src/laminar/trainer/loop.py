@@ -6,21 +6,21 @@ checkpoint and what the buffer gives out again fit together.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
 from laminar.config.training import TrainerConfig
+from laminar.insisting import insist
 from laminar.schema.errors import PortError, RunFailed
 from laminar.schema.trajectories import ExperienceGroup
 from laminar.telemetry.events import Events
 from laminar.telemetry.waits import Waits
 from laminar.trainer.batch_facts import batch_facts, merge_metrics
-from laminar.trainer.insisting import insist
 from laminar.trainer.ports import BufferPort, CheckpointStore, Learner, ManagerPort, RunBlocking, WeightSink
 
-SAMPLE_SLICE_S = 5.0
-"""One call to the buffer waits at most so long; a buffer that is lost meanwhile is noticed by then at the latest."""
+SAMPLE_SLICE_S = 1.0
+"""One call to the buffer waits at most so long; then the trainer looks whether the relay still has its weights."""
 
 Answer = TypeVar("Answer")
 Facts = dict[str, Any]
@@ -79,6 +79,7 @@ class TrainerLoop:
             await self._run_blocking(self._learner.restore, newest.path)
             await self._commit(step)
         await self._insist(lambda: self._buffer.rewind(step), on=f"rewind the data service to step {step}")
+        self._events.emit("learner_loaded", step=step)
         return step
 
     async def _learn(self, version: int) -> Facts:
@@ -111,9 +112,11 @@ class TrainerLoop:
                     partial(self._buffer.sample, version, part, num_groups, slice_s),
                     on=f"draw {what}",
                     deadline_s=left_s,
+                    who="the trainer",
                 )
                 if groups:
                     return groups
+                await self._refill_relay(version - 1)
         raise RunFailed(
             f"the trainer waited {deadline_s:g} s (trainer.batch_deadline_s) for {what}, and the replicas did not "
             "finish them; nothing is lost, resume when generation works, with a longer deadline if it is merely slow"
@@ -126,14 +129,33 @@ class TrainerLoop:
         tensors = await self._run_blocking(self._learner.tensors)
         with self._waits.on(f"version {version} to be published", of="relay", deadline_s=self._rules.batch_deadline_s):
             stall_s = await self._insist(
-                lambda: self._sink.publish(version, tensors), on=f"publish version {version} to the relay"
+                lambda: self._offer(version, tensors), on=f"publish version {version} to the relay"
             )
-        self._events.emit("published", version=version, stall_s=stall_s)
         try:
             await self._manager.published(version)
         except PortError as error:
             self._events.emit("command_failed", reason=f"the manager did not hear of version {version}: {error}")
         return {"publish_s": now_s() - began_s, "stall_s": stall_s}
+
+    async def _offer(self, version: int, tensors: Mapping[str, Any]) -> float:
+        """Publish, unless the relay has this version or later ones: the trainer was restarted and makes it again.
+
+        So a replica never goes back to older weights, and a label never stands for two sets of them.
+        """
+        newest = await self._sink.newest()
+        if newest is not None and newest >= version:
+            return 0.0
+        stall_s = await self._sink.publish(version, tensors)
+        self._events.emit("published", version=version, stall_s=stall_s)
+        return stall_s
+
+    async def _refill_relay(self, version: int) -> None:
+        """A relay that was restarted is empty, and replicas that wait for its weights finish no groups."""
+        try:
+            if await self._sink.newest() is None:
+                await self._publish(version)
+        except PortError:
+            return  # it is still down; the next look comes soon
 
     async def _evaluate_if_due(self, version: int) -> None:
         if self._evaluate_every is not None and self._is_due(version, self._evaluate_every):
@@ -158,4 +180,4 @@ class TrainerLoop:
         return version % every == 0 or version == self._rules.num_steps
 
     async def _insist(self, call: Callable[[], Awaitable[Answer]], *, on: str) -> Answer:
-        return await insist(call, on=on, deadline_s=self._rules.batch_deadline_s)
+        return await insist(call, on=on, deadline_s=self._rules.batch_deadline_s, who="the trainer")

@@ -56,6 +56,10 @@ class Learner(Protocol):
 class WeightSink(Protocol):
     """The relay, as the trainer sees it."""
 
+    async def newest(self) -> int | None:
+        """Newest complete version; None if it holds none."""
+        ...
+
     async def publish(self, version: int, tensors: Mapping[str, Any]) -> float:
         """Copy the weights out; returns the seconds that the learner stood still. Idempotent per version."""
         ...

@@ -14,10 +14,10 @@ LONGEST_PAUSE_S = 2.0
 Answer = TypeVar("Answer")
 
 
-async def insist(call: Callable[[], Awaitable[Answer]], *, on: str, deadline_s: float) -> Answer:
+async def insist(call: Callable[[], Awaitable[Answer]], *, on: str, deadline_s: float, who: str) -> Answer:
     """The answer of `call`, an idempotent one; `PeerLost` and `DeadlinePassed` are tried again until the deadline.
 
-    `on` says what is wanted, for the sentence of `RunFailed`. Every other error, also `Fenced`, is the caller's.
+    `who` wants what `on` says, for the sentence of `RunFailed`. Every other error, also `Fenced`, is the caller's.
     """
     now_s = asyncio.get_running_loop().time
     give_up_s = now_s() + deadline_s
@@ -28,7 +28,7 @@ async def insist(call: Callable[[], Awaitable[Answer]], *, on: str, deadline_s: 
         except (PeerLost, DeadlinePassed) as error:
             if now_s() + pause_s > give_up_s:
                 raise RunFailed(
-                    f"the trainer could not {on} within {deadline_s:g} s; last error: {error or type(error).__name__}"
+                    f"{who} could not {on} within {deadline_s:g} s; last error: {error or type(error).__name__}"
                 ) from error
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
