@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from laminar.chaos.faults import FaultKind
 from laminar.cli.views import View
 from laminar.schema.errors import LaminarError, UserError
 
@@ -78,6 +79,38 @@ def inspect(
     from laminar.cli import inspecting
 
     sys.exit(inspecting.inspect(run, view, which, as_json=as_json))
+
+
+@app.command()
+def scale(run: RunFolder, replicas: Annotated[int, typer.Option(min=1, help="How many there shall be.")]) -> None:
+    """Add or remove replicas of a live run."""
+    from laminar.cli import scaling
+
+    scaling.scale(run, replicas)
+
+
+@app.command()
+def chaos(
+    run: RunFolder,
+    fault: Annotated[FaultKind | None, typer.Argument(help="What to do.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="To whom: relay, data, manager, trainer, replica-0, ...")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0.0, help="How long to freeze or slow; see the docs.")] = None,
+    at_random: Annotated[bool, typer.Option("--random", help="Many faults, drawn from --seed.")] = False,
+    seed: Annotated[int, typer.Option(help="With --random.")] = 0,
+    faults: Annotated[int, typer.Option(min=1, help="With --random: how many.")] = 10,
+    every: Annotated[float, typer.Option(min=0.1, help="With --random: mean seconds between two.")] = 10.0,
+) -> None:
+    """Break a live run on purpose and tell how it recovers."""
+    from laminar.cli import chaos as commands
+
+    if not at_random:
+        commands.one_fault(run, fault, name, seconds)
+    elif fault is not None or seconds is not None:
+        raise UserError("--random chooses the faults itself; leave fault, name and --seconds away")
+    else:
+        commands.random_faults(run, seed=seed, num=faults, every_s=every)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from laminar.cluster.control import Scale, control_socket
 from laminar.cluster.instance import ray_instance
 from laminar.cluster.launcher import Launcher
 from laminar.cluster.run_folder import RunFacts
@@ -49,7 +50,7 @@ def train(config: RunConfig, folder: Path, facts: RunFacts, resume_step: int | N
         )
         reason = "failed"
         try:
-            asyncio.run(_train(Launcher(config, place, resume_step, events), events, watch, folder))
+            asyncio.run(_train(Launcher(config, place, resume_step, events), events, watch, folder, scratch))
             reason = "finished"
         except LaminarError as error:
             reason = str(error)
@@ -58,7 +59,7 @@ def train(config: RunConfig, folder: Path, facts: RunFacts, resume_step: int | N
             events.emit("run_finished", reason=reason)
 
 
-async def _train(launcher: Launcher, events: EventLog, watch: Watch, folder: Path) -> None:
+async def _train(launcher: Launcher, events: EventLog, watch: Watch, folder: Path, scratch: Path) -> None:
     over = asyncio.Event()
     received: list[int] = []
     loop = asyncio.get_running_loop()
@@ -68,12 +69,16 @@ async def _train(launcher: Launcher, events: EventLog, watch: Watch, folder: Pat
         received.append(number)
         run.cancel()
 
+    async def obey(question: Scale) -> None:
+        await launcher.scale(question.num_replicas)
+
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     flusher = loop.create_task(events.run_flusher(0.2))
     viewer = loop.create_task(watch(over))
     try:
-        await run
+        async with control_socket(folder, scratch, obey):
+            await run
     except asyncio.CancelledError:
         raise Interrupted(received[0] if received else signal.SIGINT, folder) from None
     finally:
