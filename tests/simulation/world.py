@@ -30,6 +30,7 @@ from laminar.scheduling.repack import RepackRules
 from laminar.schema.errors import PeerLost
 from laminar.schema.fleet import KnownFleet
 from laminar.schema.trajectories import ExperienceGroup, Grade, Prompt, Sampling, Scored
+from laminar.tasks.environments import InlineEnvironments
 from laminar.tasks.protocol import Environment, Problem, Reply
 from laminar.telemetry.events import MemoryEvents
 
@@ -274,8 +275,7 @@ class World:
                 limits=limits,
                 tokenizer=Words(),
                 grader=LengthGrader(),
-                environments=s.environments,
-                act_timeout_s=10.0,
+                environments=InlineEnvironments(s.environments, 10.0) if s.environments else None,
             ),
             weights=self.link,
             data=lines["data"],  # type: ignore[arg-type]

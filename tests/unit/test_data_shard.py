@@ -293,7 +293,17 @@ async def test_a_group_with_one_gradable_member_is_dropped_as_a_whole():
     await world.answer("a", Batch(items=batch.items[:1]))
     await world.grade("a", batch.items[1], Unscorable(reason="no"))
     assert await world.counts() == {"dropped": 2}
-    assert world.events.of("dropped")[-1]["reason"] == "only 1 members of the group could be graded"
+    assert world.events.of("dropped")[-1]["reason"] == "only 1 of 2 members of the group could be graded"
+    world.check()
+
+
+@pytest.mark.parametrize(("rule", "outcome"), [("train_rest", {"finished": 2, "dropped": 1}), ("drop", {"dropped": 3})])
+async def test_a_group_with_a_member_that_cannot_be_graded_follows_the_rule(rule: str, outcome: dict[str, int]):
+    world = World(data_failures=1, group_size=3, incomplete_groups=rule)
+    batch = await world.claim("a", num=3)
+    await world.grade("a", batch.items[0], Unscorable(reason="no"))
+    await world.answer("a", Batch(items=batch.items[1:]))
+    assert await world.counts() == outcome
     world.check()
 
 

@@ -13,6 +13,7 @@ from laminar.cluster.ports import ActorReplicas, port_to, replica_name
 from laminar.cluster.run_folder import CHECKPOINTS
 from laminar.cluster.shell import Place, Service, Spec
 from laminar.schema.fleet import KnownFleet
+from laminar.tasks.environments import EnvironmentPool, EnvironmentRules
 from laminar.tasks.grading import AnyGrader
 from laminar.tasks.loading import build_task
 from laminar.tasks.protocol import InteractiveTask
@@ -130,8 +131,7 @@ async def replica(spec: Spec) -> AsyncIterator[Service]:
                 limits=rules.limits,
                 tokenizer=tokenizer,
                 grader=await stack.enter_async_context(_grader(spec)),
-                environments=_environments(spec),
-                act_timeout_s=config.task.grade_timeout_s,
+                environments=await stack.enter_async_context(_environments(spec)),
             ),
             weights=CheckpointedWeights(
                 await stack.enter_async_context(WeightReader(relay_socket(spec.place), spec.place.secret)),
@@ -164,10 +164,13 @@ async def _events(place: Place, source: str) -> AsyncIterator[EventLog]:
 @asynccontextmanager
 async def _grader(spec: Spec) -> AsyncIterator[AnyGrader]:
     """Reward workers of this replica."""
+    from laminar.cluster.wiring import worker_memory
     from laminar.tasks.grading import Grader, GradingRules
 
     task = spec.config.task
-    rules = GradingRules(timeout_s=task.grade_timeout_s, num_workers=task.grade_workers)
+    rules = GradingRules(
+        timeout_s=task.grade_timeout_s, num_workers=task.grade_workers, memory_bytes=worker_memory(spec.config)
+    )
     grader = Grader(task.path, task.options, sys_path=spec.place.module_path, rules=rules)
     await grader.start()
     try:
@@ -176,7 +179,20 @@ async def _grader(spec: Spec) -> AsyncIterator[AnyGrader]:
         await grader.close()
 
 
-def _environments(spec: Spec) -> InteractiveTask | None:
-    """The task, if its problems are played in an environment."""
-    task = build_task(spec.config.task.path, spec.config.task.options)
-    return task if isinstance(task, InteractiveTask) else None
+@asynccontextmanager
+async def _environments(spec: Spec) -> AsyncIterator[EnvironmentPool | None]:
+    """Processes for environments, if the task's problems are played in some."""
+    from laminar.cluster.wiring import worker_memory
+
+    task = spec.config.task
+    if not isinstance(build_task(task.path, task.options), InteractiveTask):
+        yield None
+        return
+    rules = EnvironmentRules(
+        timeout_s=task.act_timeout_s, num_workers=task.environment_workers, memory_bytes=worker_memory(spec.config)
+    )
+    pool = EnvironmentPool(task.path, task.options, sys_path=spec.place.module_path, rules=rules)
+    try:
+        yield pool
+    finally:
+        await pool.close()

@@ -50,6 +50,7 @@ def data_rules(config: RunConfig) -> DataRules:
         shuffle=data.shuffle,
         max_prompt_tokens=data.max_prompt_tokens,
         data_failures=data.data_failures,
+        incomplete_groups=data.incomplete_groups,
         sampler=data.sampler,
         eviction=data.eviction,
         max_staleness=data.max_staleness,
@@ -73,6 +74,12 @@ def ping_rules(config: RunConfig) -> PingRules:
 def restart_rules(config: RunConfig) -> RestartRules:
     """How often a service is started again."""
     return RestartRules(max_restarts=config.manager.max_restarts, backoff_s=config.manager.backoff_s)
+
+
+def worker_memory(config: RunConfig) -> int | None:
+    """Address space of a process that runs code of users, in bytes."""
+    gib = config.task.worker_memory_gib
+    return None if gib is None else int(gib * 2**30)
 
 
 def useful_batch(config: RunConfig) -> int:

@@ -28,6 +28,12 @@ class TaskConfig(Section):
     """A reward that takes longer is unscorable."""
     grade_workers: PositiveInt = 1
     """Processes that compute rewards, per replica."""
+    act_timeout_s: PositiveFloat = 30.0
+    """An environment that takes longer for a reply ends the episode, which is then unscorable."""
+    environment_workers: PositiveInt = 1
+    """Processes in which environments live, per replica; each holds many."""
+    worker_memory_gib: PositiveFloat | None = None
+    """Address space of each such process; beyond it user code gets a MemoryError. Default: no limit."""
 
 
 class SamplingConfig(Section):
@@ -62,6 +68,8 @@ class DataConfig(Section):
     """A longer prompt is dropped, with the reason in the ledger."""
     data_failures: PositiveInt = 2
     """Tries of a trajectory whose reward cannot be computed before it is dropped."""
+    incomplete_groups: Literal["train_rest", "drop"] = "train_rest"
+    """A group with a dropped member: train the others if there are two or more, or drop them, too."""
     flush_s: PositiveFloat = 0.05
     """Journal rows are committed together at least this often."""
 

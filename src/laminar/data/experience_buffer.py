@@ -38,6 +38,7 @@ class ExperienceBuffer:
         self._sampling = SamplingRules(max_staleness=rules.max_staleness)
         self._eviction_name = rules.eviction
         self._eviction = load_function("data.eviction", rules.eviction, EVICTIONS)
+        self._drops_incomplete = rules.incomplete_groups == "drop"
         self._in_flight: set[int] = set()
         self._ready: dict[str, ReadyEntry] = {}
         self._takes: dict[tuple[int, int], list[Group]] = {}
@@ -76,13 +77,15 @@ class ExperienceBuffer:
             return
         self._in_flight.discard(group.row.num)
         graded = group.in_state("finished")
-        if len(graded) >= min(MIN_MEMBERS, group.row.num_members):
+        num_members = group.row.num_members
+        num_needed = num_members if self._drops_incomplete else min(MIN_MEMBERS, num_members)
+        if len(graded) >= num_needed:
             completed = self._ledger.position.num_completed + 1
             self._ledger.advance(num_completed=completed)
             self._ledger.change_group(group, completed=completed, completed_s=self._ledger.now_s())
             self._make_ready(group)
         else:
-            self._drop(group, f"only {len(graded)} members of the group could be graded")
+            self._drop(group, f"only {len(graded)} of {num_members} members of the group could be graded")
 
     def taken(self, step: int, part: int) -> list[Group] | None:
         """What this mini-batch has drawn already."""

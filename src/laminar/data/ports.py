@@ -44,6 +44,7 @@ class DataRules(Struct, frozen=True, kw_only=True):
     shuffle: bool = True
     max_prompt_tokens: int = 2_048
     data_failures: int = 2
+    incomplete_groups: Literal["train_rest", "drop"] = "train_rest"
     sampler: str = "fifo"
     eviction: str = "none"
     max_staleness: int | None = None

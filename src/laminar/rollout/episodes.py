@@ -1,11 +1,12 @@
 """What happens when the model's turn is over: the environment replies, or the answer is graded."""
 
-import asyncio
-
 from laminar.rollout.ports import Environments, Grader, Tokenizer
 from laminar.rollout.trajectory import EpisodeLimits, RunningTrajectory, model_turns, stop_reason
 from laminar.schema.trajectories import Finish, Grade, StopReason, Unscorable, response_ids
-from laminar.tasks.protocol import Environment, Reply
+from laminar.tasks.protocol import Environment, EnvironmentLost, EpisodeFailed, Reply
+
+MAX_REPLAYS = 3
+"""An episode whose environment is lost so often in a row is taken for the cause."""
 
 
 class Episodes:
@@ -18,13 +19,11 @@ class Episodes:
         tokenizer: Tokenizer,
         grader: Grader,
         environments: Environments | None,
-        act_timeout_s: float,
     ) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
         self._grader = grader
         self._environments = environments
-        self._act_timeout_s = act_timeout_s
         self._open: dict[str, Environment] = {}
 
     async def turn_over(self, trajectory: RunningTrajectory) -> Finish | None:
@@ -45,18 +44,22 @@ class Episodes:
 
     def forget(self, trajectory_id: str) -> None:
         """The trajectory left this replica."""
-        self._open.pop(trajectory_id, None)
+        if (environment := self._open.pop(trajectory_id, None)) is not None:
+            assert self._environments is not None, "it was made there"
+            self._environments.forget(environment)
 
     async def _reply(self, trajectory: RunningTrajectory, turns: list[list[int]]) -> Reply | Unscorable:
-        """The environment's answer to the last turn; what user code raises is a fact about this episode."""
-        try:
-            async with asyncio.timeout(self._act_timeout_s):
+        """The environment's answer to the last turn; one that is lost with others is played up to there again."""
+        for _ in range(MAX_REPLAYS + 1):
+            try:
                 environment = await self._environment(trajectory, turns)
                 return await environment.act(self._tokenizer.decode(turns[-1]))
-        except TimeoutError:
-            return Unscorable(reason=f"environment gave no reply within {self._act_timeout_s:g} s")
-        except Exception as error:  # noqa: BLE001 - the boundary to user code
-            return Unscorable(reason=f"environment raised {type(error).__name__}: {error}")
+            except EpisodeFailed as error:
+                return Unscorable(reason=f"environment: {error}")
+            except EnvironmentLost as error:
+                lost = str(error)
+                self.forget(trajectory.item.trajectory_id)
+        return Unscorable(reason=f"environment lost {MAX_REPLAYS + 1} times: {lost}")
 
     async def _environment(self, trajectory: RunningTrajectory, turns: list[list[int]]) -> Environment:
         """The episode's environment; one that was lost with another replica is played up to the last turn again."""
@@ -64,9 +67,9 @@ class Episodes:
         if trajectory_id not in self._open:
             assert self._environments is not None
             environment = self._environments.environment(trajectory.problem)
+            self._open[trajectory_id] = environment
             for turn in turns[:-1]:
                 await environment.act(self._tokenizer.decode(turn))
-            self._open[trajectory_id] = environment
         return self._open[trajectory_id]
 
     async def _graded(self, trajectory: RunningTrajectory, reason: StopReason) -> Finish:

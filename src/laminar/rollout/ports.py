@@ -88,3 +88,7 @@ class Environments(Protocol):
     def environment(self, problem: Problem) -> Environment:
         """A fresh environment for one episode."""
         ...
+
+    def forget(self, environment: Environment) -> None:
+        """The episode is over, or went elsewhere."""
+        ...

@@ -6,32 +6,17 @@ and no process outlives the grader: not after `close`, and not when the service 
 
 import asyncio
 import contextlib
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 from msgspec import Struct
 
 from laminar.schema.errors import UserError
 from laminar.schema.trajectories import Grade, Unscorable
-from laminar.tasks.grading_worker import FRAME_HEADER, SIGNAL_EXIT_BASE, GradeCall, NotReady, Ready, WorkerSetup
 from laminar.tasks.protocol import Problem, Task
 from laminar.tasks.verdicts import verdict
-
-START_TIMEOUT_S = 60.0
-"""A worker imports the user's module first; on a cold network file system that takes tens of seconds."""
-
-KILL_TIMEOUT_S = 10.0
-"""A supervisor that has not cleared up after so long is stopped or stuck; the kernel then kills the worker with it."""
-
-_LAUNCH = (
-    "import sys; sys.path.insert(0, sys.argv[2]); from laminar.tasks.grading_worker import main; main(int(sys.argv[1]))"
-)
+from laminar.tasks.worker import GradeCall, WorkerSetup
+from laminar.tasks.worker_process import WorkerDied, WorkerProcess
 
 
 class GradingRules(Struct, frozen=True, kw_only=True):
@@ -78,10 +63,6 @@ class InlineGrader:
         """Nothing to do."""
 
 
-class WorkerDied(Exception):
-    """The worker process ended or closed its pipe before it answered."""
-
-
 class Grader:
     """Grades in `num_workers` processes, one answer at a time in each.
 
@@ -102,8 +83,8 @@ class Grader:
         self._rules = rules
         # One entry per worker that may exist; None stands for one that has yet to be started. Last in, first out keeps
         # few workers busy and warm rather than all of them lukewarm.
-        self._idle: asyncio.LifoQueue[_Worker | None] = asyncio.LifoQueue()
-        self._workers: set[_Worker] = set()
+        self._idle: asyncio.LifoQueue[WorkerProcess | None] = asyncio.LifoQueue()
+        self._workers: set[WorkerProcess] = set()
         self._closed = False
         for _ in range(rules.num_workers):
             self._idle.put_nowait(None)
@@ -134,7 +115,7 @@ class Grader:
             self._idle.put_nowait(None)
 
     @contextlib.asynccontextmanager
-    async def _a_worker(self) -> AsyncIterator["_Worker"]:
+    async def _a_worker(self) -> AsyncIterator[WorkerProcess]:
         """Have a worker to oneself, started if need be; what was discarded meanwhile is not given back."""
         worker = await self._idle.get()
         try:
@@ -145,7 +126,7 @@ class Grader:
         finally:
             self._idle.put_nowait(worker if worker in self._workers else None)
 
-    async def _ask(self, worker: "_Worker", call: GradeCall) -> Grade:
+    async def _ask(self, worker: WorkerProcess, call: GradeCall) -> Grade:
         """Exchange one question for one answer; a worker that fails at it is discarded."""
         try:
             async with asyncio.timeout(self._rules.timeout_s):
@@ -160,100 +141,16 @@ class Grader:
             if worker.broken:
                 await self._discard(worker)
 
-    async def _start_worker(self) -> "_Worker":
-        worker = _Worker()
+    async def _start_worker(self) -> WorkerProcess:
+        worker = WorkerProcess()
         self._workers.add(worker)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                greeting = await worker.exchange(self._setup, Ready | NotReady)
-        except TimeoutError:
-            raise UserError(f"{self._setup.task_path} was not built within {START_TIMEOUT_S:g} s.") from None
-        except WorkerDied:
-            await self._discard(worker)
-            raise UserError(
-                f"The process that builds {self._setup.task_path} died ({worker.describe_end()})."
-            ) from None
-        finally:
-            if worker.broken:
-                await self._discard(worker)
-        if isinstance(greeting, NotReady):
-            await self._discard(worker)
-            worker.socket.close()
-            raise UserError(greeting.reason)
+            await worker.set_up(self._setup)
+        except BaseException:
+            self._workers.discard(worker)
+            raise
         return worker
 
-    async def _discard(self, worker: "_Worker") -> None:
-        """Kill a worker, once, and wait until it is gone; that is finished even if the caller is cancelled."""
+    async def _discard(self, worker: WorkerProcess) -> None:
         self._workers.discard(worker)
-        if worker.end is None:
-            # In a thread, as a process with gigabytes takes a while to vanish.
-            worker.end = asyncio.create_task(asyncio.to_thread(worker.kill))
-        await asyncio.shield(worker.end)
-
-
-class _Worker:
-    """A child process (see `grading_worker`) in a session of its own, and our end of the socket to it.
-
-    `broken` once an exchange failed or was cancelled; the socket is closed then, and only `kill` is left to do. An idle
-    worker's socket is closed by whoever discards it.
-    """
-
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            package_folder = Path(__file__).parents[2]
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _LAUNCH, str(theirs.fileno()), str(package_folder)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        ours.setblocking(False)
-        self.socket = ours
-        self.broken = False
-        self.end: asyncio.Task[None] | None = None
-
-    async def exchange(self, message: Struct, answer_type: Any) -> Any:
-        """Send one message and await the answer to it."""
-        loop = asyncio.get_running_loop()
-        body = msgspec.msgpack.encode(message)
-        answered = False
-        try:
-            await loop.sock_sendall(self.socket, FRAME_HEADER.pack(len(body)) + body)
-            (num_bytes,) = FRAME_HEADER.unpack(await self._receive(FRAME_HEADER.size))
-            answer = msgspec.msgpack.decode(await self._receive(num_bytes), type=answer_type)
-            answered = True
-            return answer
-        except OSError as error:
-            raise WorkerDied(str(error)) from error
-        finally:
-            if not answered:
-                self.broken = True
-                self.socket.close()
-
-    async def _receive(self, num_bytes: int) -> bytes:
-        loop = asyncio.get_running_loop()
-        received = b""
-        while len(received) < num_bytes:
-            chunk = await loop.sock_recv(self.socket, num_bytes - len(received))
-            if not chunk:
-                raise WorkerDied("end of stream")
-            received += chunk
-        return received
-
-    def kill(self) -> None:
-        """Hang up, at which the supervisor kills everything below itself; wait until it is gone."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        try:
-            self._process.wait(timeout=KILL_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def describe_end(self) -> str:
-        """How the worker ended; call it after `kill`."""
-        code = self._process.returncode
-        number = -code if code < 0 else code - SIGNAL_EXIT_BASE
-        # Exit codes above 128 that stand for no signal were chosen by the user's code.
-        return f"killed by {signal.Signals(number).name}" if number in set(signal.Signals) else f"exit code {code}"
+        await worker.discard()

@@ -5,6 +5,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
+from laminar.schema.errors import LaminarError
 from laminar.schema.trajectories import Grade
 
 Split = Literal["train", "heldout"]
@@ -28,8 +29,17 @@ class Reply(Struct, frozen=True, kw_only=True):
     done: bool = False
 
 
+class EpisodeFailed(LaminarError):
+    """This episode cannot go on; the text says what its environment did."""
+
+
+class EnvironmentLost(LaminarError):
+    """The environment is gone through no fault of this episode, whose turns may be played again in a fresh one."""
+
+
 class Environment(Protocol):
-    """One episode; made anew for every attempt, never reset."""
+    """One episode; made anew for every attempt, never reset. It lives in a process with others, apart from the replica:
+    memory is limited, and a turn that takes too long or kills the process ends the episode."""
 
     async def act(self, turn: str) -> Reply:
         """Take the model's last turn (special tokens removed) and reply."""

@@ -1,6 +1,6 @@
-"""The child processes of `grading.Grader`: a supervisor, and below it the worker that runs the user's code.
+"""The child processes that run code of users: a supervisor, and below it the worker, which grades or plays episodes.
 
-Invariant: when the grader hangs up, for whatever reason, or the worker ends, all processes below the supervisor are
+Invariant: when the owner hangs up, for whatever reason, or the worker ends, all processes below the supervisor are
 killed, in whatever session they are, and it ends as the last. The worker alone could not promise that: a regular
 expression that backtracks for ever holds the interpreter lock, and a process that is killed takes nobody along.
 """
@@ -12,21 +12,19 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import psutil
 from msgspec import Struct
 
 from laminar.schema.errors import UserError
+from laminar.tasks.episode_worker import serve_episodes
+from laminar.tasks.framing import FRAME_HEADER
 from laminar.tasks.loading import build_task
 from laminar.tasks.protocol import Problem
 from laminar.tasks.verdicts import user_line, verdict
-
-FRAME_HEADER = struct.Struct("<I")
-"""A message on the socket is its length, then its msgpack."""
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """From linux/prctl.h."""
@@ -42,6 +40,7 @@ class WorkerSetup(Struct, frozen=True, kw_only=True):
     task_options: dict[str, Any]
     sys_path: tuple[str, ...]
     memory_bytes: int | None
+    role: Literal["grade", "play"] = "grade"
 
 
 class Ready(Struct, frozen=True, kw_only=True, tag="ready"):
@@ -79,7 +78,7 @@ def _supervise(worker: int, connection: socket.socket) -> int:
     """Wait until either end is gone, kill what is left, and tell how the worker ended.
 
     waits for:    the worker's exit      <- user code, or the end of `_serve`
-                  a hang-up              <- Grader discards this worker, or the grader's process died
+                  a hang-up              <- the owner discards this worker, or its owner died
     ends:         at the first of the two
     """
     wakeup, child_ended = socket.socketpair()
@@ -116,11 +115,11 @@ def _kill_descendants(worker: int) -> int:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Build the task, then grade one answer after the other.
+    """Build the task, then play episodes, or grade one answer after the other.
 
     waits for:    a GradeCall      <- Grader sends one when the last was answered
     blocks on:    user code        <- Grader hangs up after the time limit
-    ends:         when the grader hangs up
+    ends:         when the owner hangs up
     """
     stream = connection.makefile("rwb")
     setup = _receive(stream, WorkerSetup)
@@ -137,6 +136,8 @@ def _serve(connection: socket.socket) -> None:
         _send(stream, NotReady(reason=reason))
         return
     _send(stream, Ready())
+    if setup.role == "play":
+        serve_episodes(connection, task)
     while True:
         call = _receive(stream, GradeCall)
         _send(stream, verdict(task, call.problem, call.answer))
