@@ -1,6 +1,6 @@
 """Play episodes in environments written by users without ever being blocked or killed by them.
 
-Invariants: every `act` ends within its time limit in a reply, or in `EpisodeFailed`, which is a fact about this episode,
+Invariants: every `act` ends within its time limit in a reply, in `EpisodeFailed`, which is a fact about this episode,
 or in `EnvironmentLost`, which is none: the process was lost because of another one, and the turns so far can be played
 again elsewhere. No process outlives the pool.
 """
