@@ -89,7 +89,7 @@ def test_sections_whose_keys_are_all_commented_out_are_empty(recipe: Path):
         ),
         (
             "data.sampler=freshst",
-            "data.sampler: should be 'fifo', 'freshest', 'bounded_staleness' or 'priority', or must look like "
+            "data.sampler: should be 'fifo', 'prompt_order', 'freshest', 'bounded_staleness' or 'priority', or must "
             "module:Name, got 'freshst'",
         ),
         ("task.path=my_task.Task", "task.path: must look like module:Name, got 'my_task.Task'"),

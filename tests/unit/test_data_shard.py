@@ -297,6 +297,37 @@ async def test_a_group_with_one_gradable_member_is_dropped_as_a_whole():
     world.check()
 
 
+async def test_in_lockstep_a_group_is_answered_only_by_the_version_before_its_step_also_after_a_resume():
+    world = World(lockstep=2, group_size=2, max_groups_ahead=8)
+    first = await world.claim("a", version=0, num=8)
+    assert len(first.items) == 4, "two groups a step"
+    assert await world.claim("b", version=0, num=8) == Batch(), "the rest needs version 1"
+    await world.answer("a", first, 0)
+    assert await world.shard.sample(1, 0, 2, 0.0)
+    second = await world.claim("c", version=1, num=8)
+    assert len(second.items) == 4
+    await world.answer("c", Batch(items=second.items[:1]), 1)
+    world = world.restart()
+    await world.shard.resume(0)
+    assert await world.claim("d", version=0, num=8) == Batch(), "version 0 answers nothing of step 2"
+    again = await world.claim("e", version=1, num=8)
+    assert {item.trajectory_id for item in again.items} == {item.trajectory_id for item in second.items[1:]}
+    world.check()
+
+
+async def test_an_answer_may_have_to_begin_anew_wherever_it_goes_on():
+    world = World(keep_partial=False)
+    batch = await world.claim("a", version=0)
+    await world.append("a", batch.items[0], [1, 2, 3], 0)
+    adopted = await world.shard.adopt("a", "b", 0)
+    assert [(item.attempt, item.pieces) for item in adopted.items] == [(1, ()), (1, ())]
+    await world.append("b", adopted.items[0], [1, 2], 0)
+    world = world.restart()
+    await world.shard.resume(0)
+    assert all(item.pieces == () for item in (await world.claim("c", version=0)).items)
+    world.check()
+
+
 @pytest.mark.parametrize(("rule", "outcome"), [("train_rest", {"finished": 2, "dropped": 1}), ("drop", {"dropped": 3})])
 async def test_a_group_with_a_member_that_cannot_be_graded_follows_the_rule(rule: str, outcome: dict[str, int]):
     world = World(data_failures=1, group_size=3, incomplete_groups=rule)

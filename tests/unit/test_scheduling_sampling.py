@@ -15,6 +15,7 @@ from laminar.scheduling.sampling import (
     check_draw,
     fifo,
     freshest,
+    prompt_order,
 )
 
 RULES = SamplingRules(max_staleness=2)
@@ -46,6 +47,12 @@ def test_fifo_takes_in_order_of_completion(ready, num_groups):
     picked = fifo(ready, num_groups, 0, RULES).picked
     completed = {g.group_id: g.completed for g in ready}
     assert [completed[i] for i in picked] == list(range(len(picked)))
+
+
+def test_prompt_order_takes_the_first_prompts_whenever_they_were_completed():
+    ready = [ReadyGroup(group_id=f"g{n}", version=n, completed=9 - n, position=7 * n % 5) for n in range(5)]
+    assert prompt_order(ready, 3, 0, RULES).picked == ("g0", "g3", "g1")
+    assert prompt_order(ready, 6, 0, RULES).picked == ()
 
 
 @settings(deadline=None)

@@ -52,6 +52,22 @@ def test_a_run_draws_what_its_steps_train_and_not_more() -> None:
     assert rules.max_groups_ahead == 12
 
 
+def test_a_deterministic_run_leaves_nothing_to_chance() -> None:
+    run = config(deterministic=True, trainer={"groups_per_step": 3})
+    rules = data_rules(run)
+    assert (rules.sampler, rules.lockstep, rules.keep_partial) == ("prompt_order", 3, False)
+    assert manager_rules(run).repack is None
+    assert data_rules(config()).lockstep is None
+
+
+@pytest.mark.parametrize(
+    "section", [{"data": {"sampler": "freshest"}}, {"rollout": {"engine": {"kind": "custom", "path": "a:B"}}}]
+)
+def test_what_a_deterministic_run_cannot_keep_is_refused(section: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match="deterministic: true"):
+        config(deterministic=True, **section)
+
+
 def test_training_and_evaluation_answers_may_be_drawn_differently() -> None:
     run = config(evaluation={"sampling": {"temperature": 0}}, rollout={"sampling": {"top_p": 0.9}})
     sampling = replica_rules(run, "replica-0", 1, (2,)).sampling

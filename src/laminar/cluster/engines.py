@@ -13,6 +13,9 @@ from laminar.tasks.loading import load_object
 def build_engine(config: RunConfig) -> Engine:
     """The engine of one replica."""
     engine, model_path = config.rollout.engine, config.model.path
+    if config.deterministic:
+        # What is computed together changes the last bits of every sum.
+        engine = engine.model_copy(update={"max_running": 1})
     match engine:
         case TorchEngineConfig():
             return build(engine.kind, model_path, TorchEngineRules(**engine.model_dump(exclude={"kind"})))

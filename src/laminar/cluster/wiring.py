@@ -51,7 +51,9 @@ def data_rules(config: RunConfig) -> DataRules:
         max_prompt_tokens=data.max_prompt_tokens,
         data_failures=data.data_failures,
         incomplete_groups=data.incomplete_groups,
-        sampler=data.sampler,
+        sampler="prompt_order" if config.deterministic else data.sampler,
+        lockstep=config.trainer.groups_per_step if config.deterministic else None,
+        keep_partial=not config.deterministic,
         eviction=data.eviction,
         max_staleness=data.max_staleness,
         total_groups=config.trainer.num_steps * config.trainer.groups_per_step,
@@ -113,7 +115,7 @@ def manager_rules(config: RunConfig) -> ManagerRules:
             max_running=useful_batch(config),
             strict_idleness=manager.repack.strict_idleness,
         )
-        if manager.repack.enabled
+        if manager.repack.enabled and not config.deterministic
         else None,
         repack_every_s=manager.repack.every_s,
         tick_s=manager.heartbeat_s / 2,

@@ -56,9 +56,9 @@ class DataConfig(Section):
     """Draw prompts in a random order, new in every epoch and reproducible from the seed; else in file order."""
     max_groups_ahead: PositiveInt | None = None
     """Groups that may be in flight or waiting for the trainer; claims wait beyond it. Default: 4 x groups_per_step."""
-    sampler: Literal["fifo", "freshest", "bounded_staleness", "priority"] | DottedPath = "fifo"
-    """Which complete groups train next: `fifo`, `freshest`, `bounded_staleness`, `priority` (largest spread of rewards
-    first), or `module:function` of your own."""
+    sampler: Literal["fifo", "prompt_order", "freshest", "bounded_staleness", "priority"] | DottedPath = "fifo"
+    """Which complete groups train next: `fifo` by completion, `prompt_order`, `freshest`, `bounded_staleness`,
+    `priority` (largest spread of rewards first), or `module:function` of your own."""
     eviction: Literal["none", "oldest_version"] | DottedPath = "none"
     """Which waiting groups are dropped for newer ones: `none` (claims wait instead), `oldest_version`, or
     `module:function` of your own."""
@@ -167,6 +167,10 @@ class RunConfig(Section):
     """The task."""
     seed: int = 0
     """Order of prompts and draw of tokens."""
+    deterministic: bool = False
+    """Same seed, same weights, bit for bit, whatever is killed meanwhile: each step trains, in the order of prompts, on
+    answers of the version before it; replicas run one answer at a time, which begins anew if it is interrupted, and
+    nothing is repacked. Slow: for tests, and to tell a bug from chance."""
     schedule: Literal["laminar"] = "laminar"
     """The rule of who may start, who must update, what trains next."""
     data: DataConfig = DataConfig()
@@ -227,6 +231,14 @@ class RunConfig(Section):
     def _staleness_bound_belongs_to_its_sampler(self) -> "RunConfig":
         if (self.data.sampler == "bounded_staleness") != (self.data.max_staleness is not None):
             raise ValueError("data.max_staleness goes with data.sampler = bounded_staleness, and with nothing else")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic_leaves_no_choice(self) -> "RunConfig":
+        if self.deterministic and self.data.sampler != "fifo":
+            raise ValueError("deterministic: true fixes what trains next; leave data.sampler away")
+        if self.deterministic and self.rollout.engine.kind == "custom":
+            raise ValueError("deterministic: true needs rollout.engine.kind torch or scripted")
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,8 @@ Invariant: an evaluation that is due goes first, then what came back, then new p
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from laminar.data.evaluations import Evaluations
 from laminar.data.experience_buffer import ExperienceBuffer
 from laminar.data.ledger import Trajectory
@@ -28,15 +30,17 @@ class Claims:
         self._prompts = prompts
         self._buffer = buffer
         self._evaluations = evaluations
-        self._admission = AdmissionRules(max_groups_ahead=rules.max_groups_ahead, group_size=rules.group_size)
+        self._admission = AdmissionRules(
+            max_groups_ahead=rules.max_groups_ahead, group_size=rules.group_size, lockstep=rules.lockstep
+        )
 
     def fill(self, version: int, max_trajectories: int) -> tuple[Purpose, list[Trajectory]]:
         """Trajectories for a replica at `version`; none while there is no room. An evaluation comes as a whole."""
         if trajectories := self._evaluations.claim(version):
             return "evaluation", trajectories
         num_returned = self._prompts.num_returned(version)
-        self._make_room(num_returned, max_trajectories)
-        issue = plan_issue(self._state(num_returned), self._admission, max_trajectories)
+        self._make_room(self._state(num_returned, version), max_trajectories)
+        issue = plan_issue(self._state(num_returned, version), self._admission, max_trajectories)
         trajectories = self._prompts.take_returned(version, issue.num_returned)
         for group in self._prompts.draw(issue.num_new_groups):
             self._buffer.expect(group)
@@ -47,22 +51,22 @@ class Claims:
         """Work items of trajectories that are in a lease."""
         return Batch(items=tuple(self._item(trajectory) for trajectory in trajectories))
 
-    def _make_room(self, num_returned: int, max_trajectories: int) -> None:
+    def _make_room(self, state: AdmissionState, max_trajectories: int) -> None:
         """Let the eviction drop ready groups if the buffer is all that keeps a claim from being filled."""
-        state = self._state(num_returned)
-        unbounded = AdmissionRules(max_groups_ahead=UNBOUNDED, group_size=self._rules.group_size)
+        unbounded = replace(self._admission, max_groups_ahead=UNBOUNDED)
         num_wanted = plan_issue(state, unbounded, max_trajectories).num_new_groups
         capacity = max(0, self._rules.max_groups_ahead - state.in_flight_groups - num_wanted)
         if num_wanted and state.ready_groups > capacity:
             self._buffer.evict(capacity)
 
-    def _state(self, num_returned: int) -> AdmissionState:
+    def _state(self, num_returned: int, version: int) -> AdmissionState:
         return AdmissionState(
             in_flight_groups=self._buffer.num_in_flight,
             ready_groups=self._buffer.num_ready,
             taken_groups=self._buffer.num_taken,
             total_groups=self._rules.total_groups,
             returned_trajectories=num_returned,
+            version=version,
         )
 
     def _item(self, trajectory: Trajectory) -> WorkItem:

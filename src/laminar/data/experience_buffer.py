@@ -176,6 +176,7 @@ class ExperienceBuffer:
             version=min(row.version or 0 for row in rows),
             completed=group.row.completed or 0,
             rewards=tuple(row.reward or 0.0 for row in rows),
+            position=group.row.position,
         )
         self._ready[seen.group_id] = ReadyEntry(group, seen)
 

@@ -19,8 +19,9 @@ from laminar.schema.trajectories import Append, Purpose
 class PartialPool:
     """Who runs what, and how far it has come."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, *, keeps_partial: bool) -> None:
         self._ledger = ledger
+        self._keeps_partial = keeps_partial
         # Every lease there ever was, so that a repeated claim is known: some 100 bytes for a batch of hundreds.
         self._rows: dict[str, LeaseRow] = {}
         self._by_num: dict[int, LeaseRow] = {}
@@ -98,6 +99,8 @@ class PartialPool:
         target = self._open(to_lease, version, source.purpose)
         for trajectory in trajectories:
             self._end(trajectory, "adopted")
+            if not self._keeps_partial:
+                self._ledger.forget_tokens(trajectory)
             self._begin(trajectory, target, attempt=trajectory.row.attempt + 1, adopted_from=source.num)
 
     def holder_of(self, lease_id: str, trajectory: Trajectory | None, attempt: int) -> Trajectory | None:

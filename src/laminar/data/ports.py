@@ -46,6 +46,10 @@ class DataRules(Struct, frozen=True, kw_only=True):
     data_failures: int = 2
     incomplete_groups: Literal["train_rest", "drop"] = "train_rest"
     sampler: str = "fifo"
+    lockstep: int | None = None
+    """See `scheduling.admission.AdmissionRules`."""
+    keep_partial: bool = True
+    """Off: an answer that is interrupted begins anew instead of going on elsewhere."""
     eviction: str = "none"
     max_staleness: int | None = None
     total_groups: int | None = None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from laminar.data.ledger import Group, Ledger, Trajectory
 from laminar.data.ports import DataRules, Prompts
+from laminar.scheduling.admission import lockstep_version
 from laminar.scheduling.order import prompt_at
 from laminar.schema.errors import UserError
 
@@ -34,7 +35,7 @@ class PromptPool:
 
     def num_returned(self, version: int) -> int:
         """Trajectories that wait and may be claimed at `version`."""
-        return sum(len(_claimable(group, version)) for group in self._returned.values())
+        return sum(len(self._claimable(group, version)) for group in self._returned.values())
 
     def take_returned(self, version: int, max_trajectories: int) -> list[Trajectory]:
         """Up to so many of them, oldest groups first; a group is split only if nothing else would be taken."""
@@ -44,11 +45,11 @@ class PromptPool:
             if not group.in_state("waiting"):
                 del self._returned[num]
                 continue
-            claimable = _claimable(group, version)
+            claimable = self._claimable(group, version)
             if len(taken) + len(claimable) <= max_trajectories:
                 taken += claimable
         if not taken:
-            rest = (t for num in sorted(self._returned) for t in _claimable(self._returned[num], version))
+            rest = (t for num in sorted(self._returned) for t in self._claimable(self._returned[num], version))
             taken = [t for t, _ in zip(rest, range(max_trajectories), strict=False)]
         return taken
 
@@ -73,6 +74,23 @@ class PromptPool:
                 self._ledger.settle(group)
         return groups
 
+    def _claimable(self, group: Group, version: int) -> Sequence[Trajectory]:
+        """Waiting members, but for those whose kept tokens are newer than the claim.
+
+        Tokens of an older version than the claim are given up: nobody loads that version any more.
+        """
+        if self._rules.lockstep is not None and self._lockstep_version(group, self._rules.lockstep) != version:
+            return []
+        return [t for t in group.in_state("waiting") if t.response.version is None or t.response.version <= version]
+
+    def _lockstep_version(self, group: Group, groups_per_step: int) -> int:
+        """Groups that are settled and were trained come before all others."""
+        position = group.row.position
+        before = sum(
+            other.row.purpose == "training" and other.row.position < position for other in self._ledger.groups.values()
+        )
+        return lockstep_version(self._ledger.trained_groups_by_step.total() + before, groups_per_step)
+
     def _draw_one(self) -> Group:
         position = self._ledger.position.cursor
         epoch, index = prompt_at(position, self._prompts.num_train, self._rules.seed, self._rules.shuffle)
@@ -91,11 +109,3 @@ class PromptPool:
 def too_long(num_tokens: int, most: int) -> str:
     """Why a prompt is not used."""
     return f"the prompt has {num_tokens} tokens, data.max_prompt_tokens is {most}"
-
-
-def _claimable(group: Group, version: int) -> Sequence[Trajectory]:
-    """Waiting members, but for those whose kept tokens are newer than the claim.
-
-    Tokens of an older version than the claim are given up: nobody loads that version any more.
-    """
-    return [t for t in group.in_state("waiting") if t.response.version is None or t.response.version <= version]

@@ -74,7 +74,7 @@ class DataShard:
         with journal.rows() as rows:
             began_s = rows.position().now_s
             self._ledger = Ledger(journal, events, lambda: began_s + loop.time() - started_s)
-            self._pool = PartialPool(self._ledger)
+            self._pool = PartialPool(self._ledger, keeps_partial=rules.keep_partial)
             self._prompts = PromptPool(self._ledger, prompts, rules)
             self._buffer = ExperienceBuffer(self._ledger, rules)
             self._evaluations = Evaluations(self._ledger, prompts, rules, events)
@@ -247,7 +247,7 @@ class DataShard:
         self._go_back(checkpoint_step)
         for group in list(self._ledger.groups.values()):
             for trajectory in group.in_state("running", "waiting"):
-                keep_tokens = trajectory.response.version == checkpoint_step
+                keep_tokens = self._rules.keep_partial and trajectory.response.version == checkpoint_step
                 if trajectory.row.state == "running":
                     self._pool.give_back(trajectory, "returned: the run was resumed", keep_tokens=keep_tokens)
                 elif not keep_tokens and trajectory.response.num_tokens:

@@ -18,13 +18,14 @@ class ReadyGroup(Struct, frozen=True, kw_only=True):
     """A complete group as a sampler sees it.
 
     `version` is the oldest that generated one of its members, `completed` its place in the order of completion,
-    `rewards` those of its gradable members.
+    `rewards` those of its gradable members, `position` its prompt's place in the order of prompts.
     """
 
     group_id: str
     version: int
     completed: int
     rewards: tuple[float, ...] = ()
+    position: int = 0
 
 
 class SamplingRules(Struct, frozen=True, kw_only=True):
@@ -47,6 +48,12 @@ def fifo(ready: Sequence[ReadyGroup], num_groups: int, learner_version: int, rul
     """In order of completion: nothing waits longer than `admission.max_buffer_wait` iterations."""
     del learner_version, rules
     return Draw(picked=_first(sorted(ready, key=_by_completion), num_groups))
+
+
+def prompt_order(ready: Sequence[ReadyGroup], num_groups: int, learner_version: int, rules: SamplingRules) -> Draw:
+    """In the order of prompts, among those that are complete: where all of a step are awaited, always the same."""
+    del learner_version, rules
+    return Draw(picked=_first(sorted(ready, key=lambda group: group.position), num_groups))
 
 
 def freshest(ready: Sequence[ReadyGroup], num_groups: int, learner_version: int, rules: SamplingRules) -> Draw:
@@ -86,6 +93,7 @@ def reward_spread(group: ReadyGroup) -> float:
 
 SAMPLERS: Final[Mapping[str, Sampler]] = {
     "fifo": fifo,
+    "prompt_order": prompt_order,
     "freshest": freshest,
     "bounded_staleness": bounded_staleness,
     "priority": by_priority(reward_spread),
