@@ -90,7 +90,7 @@ def test_sections_whose_keys_are_all_commented_out_are_empty(recipe: Path):
         (
             "data.sampler=freshst",
             "data.sampler: should be 'fifo', 'prompt_order', 'freshest', 'bounded_staleness' or 'priority', or must "
-            "module:Name, got 'freshst'",
+            "look like module:Name, got 'freshst'",
         ),
         ("task.path=my_task.Task", "task.path: must look like module:Name, got 'my_task.Task'"),
         ("trainer.algorithm.objective=klip", "trainer.algorithm.objective: should be 'clip', or must look like"),
