@@ -103,10 +103,13 @@ class CountingLearner:
 
 class MemorySink:
     def __init__(self) -> None:
+        self.lost = False
         self.published: dict[int, dict] = {}
         self.reached: dict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def newest(self) -> int | None:
+        if self.lost:
+            raise PeerLost("the relay restarts")
         return max(self.published, default=None)
 
     async def publish(self, version: int, tensors) -> float:
@@ -244,6 +247,35 @@ async def test_a_relay_that_lost_its_weights_gets_them_again_while_the_trainer_w
     world.buffer.ready.set()
     await task
     assert len(world.buffer.trained) == 20
+
+
+async def test_training_goes_on_without_a_relay_and_the_next_version_is_published(world):
+    loop, step = world.loop(), world.learner.step
+
+    def step_without_relay(groups):
+        world.sink.lost = len(world.learner.seen) in (4, 6)  # while version 2 is made
+        return step(groups)
+
+    world.learner.step = step_without_relay
+    await loop.run()
+    assert [event["version"] for event in world.events.of("publish_skipped")] == [2]
+    assert sorted(world.sink.published) == [0, 1, 3, 4, 5]
+    assert [event["step"] for event in world.events.of("step")] == [1, 2, 3, 4, 5]
+
+
+async def test_the_last_version_is_published_even_if_the_relay_comes_back_late(world):
+    loop, step = world.loop(), world.learner.step
+
+    def step_and_lose_the_relay(groups):
+        if len(world.learner.seen) == 18:
+            world.sink.lost = True
+            running.call_soon_threadsafe(running.call_later, 0.3, setattr, world.sink, "lost", False)
+        return step(groups)
+
+    running = asyncio.get_running_loop()
+    world.learner.step = step_and_lose_the_relay
+    await loop.run()
+    assert 5 in world.sink.published
 
 
 async def test_a_finished_run_that_is_started_again_only_publishes(world):

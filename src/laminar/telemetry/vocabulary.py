@@ -69,6 +69,13 @@ class Published(Fact, frozen=True, kw_only=True):
     stall_s: float = 0.0
 
 
+class PublishSkipped(Fact, frozen=True, kw_only=True):
+    """The relay did not answer, so training went on; a later version will be published."""
+
+    version: int
+    reason: str = ""
+
+
 class Pulled(Fact, frozen=True, kw_only=True):
     """A replica has taken new weights, `seconds` after it asked; `freed_by_repack`: a repack had emptied it."""
 

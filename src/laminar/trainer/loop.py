@@ -22,6 +22,9 @@ from laminar.trainer.ports import BufferPort, CheckpointStore, Learner, ManagerP
 SAMPLE_SLICE_S = 1.0
 """One call to the buffer waits at most so long; then the trainer looks whether the relay still has its weights."""
 
+RELAY_PROBE_S = 1.0
+"""A relay that lives answers within milliseconds, so training waits no longer for one that does not."""
+
 Answer = TypeVar("Answer")
 Facts = dict[str, Any]
 
@@ -66,7 +69,7 @@ class TrainerLoop:
         await self._evaluate_if_due(start)
         for version in range(start + 1, self._rules.num_steps + 1):
             learned = await self._learn(version)
-            published = await self._publish(version)
+            published = await self._publish_if_heard(version)
             self._events.emit("step", step=version, **learned, **published)
             await self._evaluate_if_due(version)
             await self._checkpoint_if_due(version)
@@ -137,6 +140,22 @@ class TrainerLoop:
             self._events.emit("command_failed", reason=f"the manager did not hear of version {version}: {error}")
         return {"publish_s": now_s() - began_s, "stall_s": stall_s}
 
+    async def _publish_if_heard(self, version: int) -> Facts:
+        """Publish, but train on if the relay does not answer: it is being restarted, and gets the next version.
+
+        The last version is insisted on, as nothing else would follow.
+        """
+        now_s = asyncio.get_running_loop().time
+        began_s = now_s()
+        if version < self._rules.num_steps:
+            try:
+                async with asyncio.timeout(RELAY_PROBE_S):
+                    await self._sink.newest()
+            except (PortError, TimeoutError) as error:
+                self._events.emit("publish_skipped", version=version, reason=str(error) or "the relay gave no answer")
+                return {"publish_s": now_s() - began_s, "stall_s": 0.0}
+        return await self._publish(version)
+
     async def _offer(self, version: int, tensors: Mapping[str, Any]) -> float:
         """Publish, unless the relay has this version or later ones: the trainer was restarted and makes it again.
 
@@ -150,9 +169,10 @@ class TrainerLoop:
         return stall_s
 
     async def _refill_relay(self, version: int) -> None:
-        """A relay that was restarted is empty, and replicas that wait for its weights finish no groups."""
+        """A relay that was restarted lacks this version, and replicas that wait for its weights finish no groups."""
         try:
-            if await self._sink.newest() is None:
+            newest = await self._sink.newest()
+            if newest is None or newest < version:
                 await self._publish(version)
         except PortError:
             return  # it is still down; the next look comes soon
