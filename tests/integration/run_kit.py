@@ -27,7 +27,7 @@ SMALL = (
 )
 """A job of seconds with every part of the real one."""
 
-DEADLINE_S = 90.0
+DEADLINE_S = 180.0
 
 
 def laminar(*args: str) -> list[str]:

@@ -66,9 +66,14 @@ def answers(world: World) -> dict[tuple[str, int], list[int]]:
     }
 
 
-async def kill_mid_batch(world: World) -> None:
+async def wait_for_the_middle(world: World) -> None:
+    """All are in the middle of their batches."""
     await world.until(lambda: world.version >= 1 and world.shard is not None and len(world.facts("claimed")) > 4)
     await asyncio.sleep(0.3)
+
+
+async def kill_mid_batch(world: World) -> None:
+    await wait_for_the_middle(world)
     world.kill("replica-0", 1)
 
 
@@ -120,6 +125,18 @@ def test_a_frozen_replica_is_fenced_when_it_wakes() -> None:
     check_everything_was_trained_once(world)
     check_answers_are_what_one_version_gives(world)
     assert world.current("replica-0") == 2
+
+
+def test_replicas_that_are_removed_leave_their_work_to_the_others() -> None:
+    async def shrink(world: World) -> None:
+        await wait_for_the_middle(world)
+        await world.manager.scale(1)
+
+    world = played(Settings(num_replicas=3), shrink)
+    check_everything_was_trained_once(world)
+    check_answers_are_what_one_version_gives(world)
+    assert world.facts("adopted"), "their trajectories were not taken over"
+    assert len(world.facts("replica_retired")) == 2
 
 
 def test_the_only_replica_may_die_and_its_successor_goes_on_under_the_same_version() -> None:

@@ -77,6 +77,26 @@ def weights(version: int, num: int = 1_000) -> dict[str, torch.Tensor]:
     return {"w": torch.full((num,), float(version))}
 
 
+async def test_what_a_reader_read_last_is_kept_while_it_lives(path: Path) -> None:
+    def held(status: RelayStatus) -> set[int]:
+        return {version.version for version in status.versions}
+
+    options = {"keep_versions": 1, "keep_read_s": 0.5}
+    async with serving(path, **options) as service, WeightPublisher(path, SECRET) as publisher:
+        async with WeightReader(path, SECRET) as reader:
+            await publisher.publish(1, weights(1))
+            async with reader.lease():
+                pass
+            for version in (2, 3, 4):
+                await publisher.publish(version, weights(version))
+            assert {1, 4} <= held(await service.status())
+            assert 2 not in held(await service.status())
+            async with reader.lease(1) as again:
+                assert again.tensors["w"][0] == 1
+        assert 1 in held(await service.status()), "its watcher has had no time to order anything"
+        await until_status(service, lambda status: 1 not in held(status))
+
+
 # ---- who gets in
 
 

@@ -277,6 +277,18 @@ def test_who_cannot_adopt_is_not_asked_again_at_once_and_somebody_else_is():
     assert adopts(again) == [("replica-1", "replica-0/1/1")]
 
 
+def test_an_orphan_whose_weights_are_gone_starts_over_at_once_unless_somebody_runs_under_them():
+    for version_of_the_third, starts_over in ((7, True), (5, False)):
+        driver = Driver(3)
+        driver.beat(0, version=5)
+        driver.beat(1, version=6, cycle=None, phase="idle")
+        driver.beat(2, version=version_of_the_third, phase="loading")
+        driver.tell(Lost(replica_id="replica-0", incarnation=1, reason="gone"))
+        failed = AdoptFailed(replica_id="replica-1", lease_id="replica-0/1/1", lacks_weights=True)
+        assert (StartOver(lease_id="replica-0/1/1") in driver.tell(failed)) == starts_over
+        assert (driver.fleet.orphans == {}) == starts_over
+
+
 def test_an_adopter_that_does_not_answer_is_given_up_on():
     driver = Driver(3)
     for number in range(3):

@@ -294,7 +294,8 @@ class Cluster:
     def do_fail_adopt(self, choice: int) -> None:
         if self.orders:
             order = self.orders.pop(choice % len(self.orders))
-            self.tell(AdoptFailed(replica_id=order.replica_id, lease_id=order.lease_id))
+            lacks = choice % 3 == 0
+            self.tell(AdoptFailed(replica_id=order.replica_id, lease_id=order.lease_id, lacks_weights=lacks))
 
     def do_publish(self, choice: int) -> None:
         self.version += 1

@@ -75,9 +75,11 @@ class Manager:
         return self._answers.pop(load.replica_id, None) if load.phase == "idle" else None
 
     async def adoption_ended(self, replica_id: str, lease_id: str, taken_over: bool) -> None:
-        """A replica between two batches carried out an `Adoption`, or could not."""
-        answer = decide.Adopted if taken_over else decide.AdoptFailed
-        self._apply(answer(replica_id=replica_id, lease_id=lease_id))
+        """A replica between two batches carried out an `Adoption`, or found no weights to load for it."""
+        if taken_over:
+            self._apply(decide.Adopted(replica_id=replica_id, lease_id=lease_id))
+        else:
+            self._apply(decide.AdoptFailed(replica_id=replica_id, lease_id=lease_id, lacks_weights=True))
 
     async def published(self, version: int) -> None:
         """The relay holds a new version: freed replicas would get it, so look for replicas to free now."""
@@ -172,7 +174,8 @@ class Manager:
             adopted = await port.adopt(command.lease_id, command.version)
         except PortError:
             adopted = False
-        await self.adoption_ended(command.replica_id, command.lease_id, adopted)
+        answer = decide.Adopted if adopted else decide.AdoptFailed
+        self._apply(answer(replica_id=command.replica_id, lease_id=command.lease_id))
 
     def _spawn(self, call: Coroutine[Any, Any, None]) -> None:
         self._group.create_task(self._carry_out(call))

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 SLOT_WAIT_S = 60.0
 """While memory is short, a writer waits so long for readers to finish; swapping weights in takes seconds."""
 
+KEEP_READ_S = 10.0
+"""What a reader read last is kept so long after its end: whoever watches it orders by then to keep it, or not."""
+
 SPARE_FRACTION = 0.05
 """Share of the available memory that the relay leaves to the others on its machine."""
 
@@ -47,6 +50,7 @@ class RelayService:
         events: Events | None = None,
         available: Callable[[], int] = available_bytes,
         slot_wait_s: float = SLOT_WAIT_S,
+        keep_read_s: float = KEEP_READ_S,
     ) -> None:
         if not secret:
             raise ValueError("an empty secret keeps nobody out")
@@ -56,11 +60,14 @@ class RelayService:
         self._events = events or NullEvents()
         self._available = available
         self._slot_wait_s = slot_wait_s
+        self._keep_read_s = keep_read_s
         self._store = VersionStore(keep_versions)
         self._changed = asyncio.Event()
         self._growing = asyncio.Lock()
         self._outcomes: dict[int, asyncio.Future[None]] = {}
         self._peers: set[int] = set()
+        self._ordered_pins: frozenset[int] = frozenset()
+        self._read_last: dict[int, int] = {}
         self._slot_ids = itertools.count(1)
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -94,8 +101,8 @@ class RelayService:
 
     async def pin(self, versions: Iterable[int]) -> None:
         """Keep these versions whatever their age; replaces the previous pins."""
-        self._store.pin(versions)
-        self._announce()
+        self._ordered_pins = frozenset(versions)
+        self._pin()
 
     async def rewind(self, version: int) -> None:
         """Forget all versions after this one; for a learner that restarts from an older checkpoint."""
@@ -121,6 +128,7 @@ class RelayService:
     def disconnected(self, peer: int) -> None:
         """Its connection is gone, and with it all that it held."""
         self._peers.discard(peer)
+        asyncio.get_running_loop().call_later(self._keep_read_s, self._forget_reader, peer)
         self._store.drop_holder(peer)
         self._fail_torn()
         self._announce()
@@ -131,7 +139,10 @@ class RelayService:
 
     async def lease(self, peer: int, version: int | None) -> Lease:
         """A version for reading; raises `WeightsUnavailable`."""
-        return self._store.lease(peer, version)
+        lease = self._store.lease(peer, version)
+        self._read_last[peer] = lease.held.version
+        self._pin()
+        return lease
 
     async def release(self, peer: int, lease_id: int) -> None:
         """The lease was held until now; raises `Fenced` if it was not."""
@@ -171,6 +182,16 @@ class RelayService:
             self._fail_torn()
 
     # ---- inside
+
+    def _forget_reader(self, peer: int) -> None:
+        if self._read_last.pop(peer, None) is not None and self._tasks is not None:
+            self._pin()
+
+    def _pin(self) -> None:
+        """Keep what was ordered, and what each peer read last: it generates under that, and when it dies somebody else
+        must be able to load the same."""
+        self._store.pin(self._ordered_pins.union(self._read_last.values()))
+        self._announce()
 
     async def _finish(self, reservation: Reservation) -> None:
         """Second phase: checksum, then pointer."""

@@ -37,7 +37,7 @@ class ManagerPort(Protocol):
         ...
 
     async def adoption_ended(self, replica_id: str, lease_id: str, taken_over: bool) -> None:
-        """What became of an order to take over a lease between two batches."""
+        """What became of an order to take over a lease between two batches; it fails if there are no weights for it."""
         ...
 
 

@@ -115,7 +115,7 @@ def step(fleet: Fleet, event: Event, now_s: float, rules: FleetRules) -> tuple[F
         case Adopted():
             orphans.adopted(draft, event.replica_id, event.lease_id)
         case AdoptFailed():
-            orphans.adopt_failed(draft, event.replica_id, event.lease_id)
+            orphans.adopt_failed(draft, event.replica_id, event.lease_id, lacks_weights=event.lacks_weights)
         case Scaled():
             lives.scale(draft, event.num_replicas)
         case Published():

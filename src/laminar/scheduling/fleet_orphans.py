@@ -62,11 +62,15 @@ def adopted(draft: Draft, replica_id: str, lease_id: str) -> None:
     settle(draft, lease_id)
 
 
-def adopt_failed(draft: Draft, replica_id: str, lease_id: str) -> None:
-    """Look for another adopter, and leave this one alone for a while."""
+def adopt_failed(draft: Draft, replica_id: str, lease_id: str, *, lacks_weights: bool) -> None:
+    """Look for another adopter, and leave this one alone for a while. Weights that are gone do not come back, so if
+    nobody runs under them the orphan is started over at once."""
     orphan = draft.orphans.get(lease_id)
-    if orphan is not None and orphan.adopter == replica_id:
-        _reopen(draft, orphan)
+    if orphan is None or orphan.adopter != replica_id:
+        return
+    _reopen(draft, orphan)
+    if lacks_weights and not any(held_version(r.load) == orphan.version for r in draft.replicas.values() if r.is_live):
+        _start_over(draft, orphan)
 
 
 def _reopen(draft: Draft, orphan: Orphan) -> None:
@@ -81,8 +85,12 @@ def check_deadlines(draft: Draft) -> None:
         if orphan.adopter is not None and draft.now_s >= orphan.deadline_s:
             _reopen(draft, orphan)
         if draft.orphans[orphan.lease_id].adopter is None and _is_overdue(draft, orphan):
-            settle(draft, orphan.lease_id)
-            draft.commands.append(StartOver(lease_id=orphan.lease_id))
+            _start_over(draft, orphan)
+
+
+def _start_over(draft: Draft, orphan: Orphan) -> None:
+    settle(draft, orphan.lease_id)
+    draft.commands.append(StartOver(lease_id=orphan.lease_id))
 
 
 def _is_overdue(draft: Draft, orphan: Orphan) -> bool:

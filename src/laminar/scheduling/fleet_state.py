@@ -132,10 +132,12 @@ class Adopted(Struct, frozen=True, kw_only=True, tag="adopted"):
 
 
 class AdoptFailed(Struct, frozen=True, kw_only=True, tag="adopt_failed"):
-    """A replica could not take a lease over: it moved on to another version, or its relay lacks the one needed."""
+    """A replica could not take a lease over: it moved on to another version, or, with `lacks_weights`, there are none
+    of that version to load any more."""
 
     replica_id: str
     lease_id: str
+    lacks_weights: bool = False
 
 
 class Scaled(Struct, frozen=True, kw_only=True, tag="scaled"):

@@ -1,0 +1,135 @@
+"""Parts of a running job die, freeze, come and go while the others go on; nothing is lost and the job ends well."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import run_kit as kit
+
+from laminar.chaos.faults import Fault, FaultKind
+from laminar.chaos.session import ChaosSession, Story
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+PARTS = ["replica-0", "relay", "manager", "data", "trainer"]
+
+LONG = (*kit.SMALL, "trainer.num_steps=100", "trainer.checkpoint.every_steps=5", "evaluation.every_steps=100")
+"""Long enough for all that is done to it, and quick to end after that."""
+
+NUM_TRAINED = 100 * 4 * 8
+
+
+def strike_all(run: Path, log: Path, process: subprocess.Popen[bytes], kind: FaultKind) -> list[Story]:
+    """Each part in turn, once the one before works again and a step was made since."""
+    session = ChaosSession(run)
+    stories = []
+    for part in PARTS:
+        steps = kit.last_step(run)
+        kit.wait_for("a further step", lambda steps=steps: kit.last_step(run) != steps, process, log)
+        fault = Fault(kind=kind, target=part)
+        stories.append(session.follow(fault, *session.strike(fault), deadline_s=kit.DEADLINE_S))
+    return stories
+
+
+def ended_well(run: Path, process: subprocess.Popen[bytes], log: Path, *, num_trained: int = NUM_TRAINED) -> None:
+    kit.finish(process, log)
+    report = kit.audit(run)
+    assert report["problems"] == []
+    assert report["counts"]["trained"] == num_trained
+    assert kit.summary(run)["exit_reason"] == "finished"
+
+
+def test_each_part_is_killed_and_comes_back_while_the_others_go_on(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    with kit.training(str(kit.RECIPE), *LONG, "--out", str(run), log=log) as process:
+        kit.wait_for("a checkpoint", lambda: kit.events(run, "checkpoint"), process, log)
+        stories = strike_all(run, log, process, FaultKind.KILL)
+        ended_well(run, process, log)
+    assert all(story.recovery.detected_s is not None for story in stories)
+    trainer = stories[PARTS.index("trainer")]
+    assert 0 <= trainer.recovery.steps_redone <= 5, "it goes on from the newest checkpoint"
+    lives = [event["incarnation"] for event in kit.events(run, "service_ready") if event["service"] == "relay"]
+    assert lives == [1, 2]
+    published = [event["version"] for event in kit.events(run, "published")]
+    assert len(published) - len(set(published)) <= 1, "only the restarted relay gets a version again"
+
+
+def test_each_part_freezes_and_is_replaced_within_the_time_that_the_recipe_gives_it(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    patience = ("manager.suspect_after_s=1.5", "manager.dead_after_s=3")
+    with kit.training(str(kit.RECIPE), *LONG, *patience, "--out", str(run), log=log) as process:
+        kit.wait_for("a checkpoint", lambda: kit.events(run, "checkpoint"), process, log)
+        stories = strike_all(run, log, process, FaultKind.FREEZE)
+        ended_well(run, process, log)
+    for story in stories:
+        assert story.recovery.detected_s is not None
+        assert story.recovery.detected_s > 2.0, f"{story.victim.name} was given up too soon"
+
+
+def test_replicas_come_and_go_while_training_goes_on(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    with kit.training(str(kit.RECIPE), *LONG, "--out", str(run), log=log) as process:
+        kit.wait_for("a first step", lambda: kit.last_step(run) >= 1, process, log)
+        scale(run, 3)
+        kit.wait_for(
+            "work of the third replica",
+            lambda: any(event["lease_id"].startswith("replica-2/") for event in kit.events(run, "batch_done")),
+            process,
+            log,
+        )
+        scale(run, 1)
+        kit.wait_for("two replicas less", lambda: len(kit.events(run, "replica_retired")) == 2, process, log)
+        assert len([name for name in ChaosSession(run).live if name.startswith("replica-")]) <= 1
+        refused = scale(run, 0)
+        assert refused.returncode == 2
+        ended_well(run, process, log)
+    assert scale(run, 2).returncode == 2, "nobody listens any more"
+    assert [event["num_replicas"] for event in kit.events(run, "scaled")] == [3, 1]
+
+
+def scale(run: Path, num_replicas: int) -> subprocess.CompletedProcess[str]:
+    command = kit.laminar("scale", str(run), "--replicas", str(num_replicas))
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+ENGINE = '''
+import os
+from pathlib import Path
+from laminar.engines.rules import ScriptedEngineRules
+from laminar.engines.scripted_engine import ScriptedEngine
+
+
+class OnlyOneStarts(ScriptedEngine):
+    """Whoever makes the file first works; every other process fails at its start."""
+
+    def __init__(self, model_path, folder):
+        super().__init__(ScriptedEngineRules(max_running=16, kv_capacity_tokens=8192, vocab=12))
+        self._folder = Path(folder)
+
+    async def start(self):
+        try:
+            os.close(os.open(self._folder / "taken", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            raise RuntimeError("this accelerator is broken") from None
+        await super().start()
+'''
+
+
+def test_a_replica_that_fails_at_every_start_is_given_up_and_the_run_goes_on(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    (tmp_path / "broken_engine.py").write_text(ENGINE)
+    recipe = tmp_path / "broken.yaml"
+    recipe.write_text(kit.RECIPE.read_text().replace("path: gcd/model", f"path: {kit.RECIPE.parent / 'gcd' / 'model'}"))
+    engine = "{kind: custom, path: 'broken_engine:OnlyOneStarts', options: {folder: '" + str(tmp_path) + "'}}"
+    settings = (
+        *kit.SMALL,
+        "trainer.num_steps=60",
+        "manager.max_restarts=2",
+        "manager.backoff_s=0.1",
+        "manager.repack.enabled=false",
+    )
+    with kit.training(str(recipe), *settings, f"rollout.engine={engine}", "--out", str(run), log=log) as process:
+        ended_well(run, process, log, num_trained=60 * 4 * 8)
+    (retired,) = kit.events(run, "replica_retired")
+    assert "3 failures in a row" in retired["reason"]
+    assert "this accelerator is broken" in retired["reason"]
