@@ -121,13 +121,8 @@ def test_a_replica_that_fails_at_every_start_is_given_up_and_the_run_goes_on(tmp
     recipe = tmp_path / "broken.yaml"
     recipe.write_text(kit.RECIPE.read_text().replace("path: gcd/model", f"path: {kit.RECIPE.parent / 'gcd' / 'model'}"))
     engine = "{kind: custom, path: 'broken_engine:OnlyOneStarts', options: {folder: '" + str(tmp_path) + "'}}"
-    settings = (
-        *kit.SMALL,
-        "trainer.num_steps=60",
-        "manager.max_restarts=2",
-        "manager.backoff_s=0.1",
-        "manager.repack.enabled=false",
-    )
+    broken = ("manager.max_restarts=2", "manager.backoff_s=0.1", "manager.repack.enabled=false")
+    settings = (*kit.SMALL, "trainer.num_steps=60", *broken)
     with kit.training(str(recipe), *settings, f"rollout.engine={engine}", "--out", str(run), log=log) as process:
         ended_well(run, process, log, num_trained=60 * 4 * 8)
     (retired,) = kit.events(run, "replica_retired")
