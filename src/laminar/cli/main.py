@@ -113,6 +113,25 @@ def chaos(
         commands.random_faults(run, seed=seed, num=faults, every_s=every)
 
 
+bench = typer.Typer(help="Measure this machine and this installation.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("recovery")
+def bench_recovery(
+    recipe: Annotated[Path, typer.Argument(help="YAML file.")] = Path("recipes/gcd.yaml"),
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="E.g. rollout.num_replicas=3.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Medians are over so many.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value instead of lines.")] = False,
+) -> None:
+    """Kill, freeze and resume a real job: how soon each failure is noticed and mended."""
+    from laminar.cli import benching
+
+    benching.recovery(recipe, overrides or [], repeats=repeats, as_json=as_json)
+
+
 def main() -> None:
     """Entry point: what the user can mend exits with 2, what failed with 1, each with one sentence."""
     try:
