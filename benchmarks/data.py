@@ -5,11 +5,15 @@ trajectories/s with the journal on. The journal's writer thread shares the core,
 clock stops. Calls are made directly: what a transport would add is not in these numbers. Beside wall time stands the
 rate per second of CPU time, which a busy machine changes less; the durability cost is the ratio of those.
 
+A third measurement, on all cores, moves trajectories from producers to a consumer across processes: our shard in an
+actor of Ray, beside a plain Ray queue and TransferQueue (`pip install TransferQueue`), each by its own transport.
+
     python benchmarks/data.py [--seconds 4] [--folder /tmp]
 """
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import platform
@@ -30,6 +34,7 @@ from laminar.data.sqlite_journal import SqliteJournal
 from laminar.schema.tokens import pack_ids, pack_logprobs
 from laminar.schema.trajectories import Append, Finish, Piece, Prompt, Scored, Update, WorkItem
 from laminar.telemetry.events import NullEvents
+from peers.queues import measure_peers
 
 GROUP_SIZE = 16
 BATCH_TRAJECTORIES = 512
@@ -132,11 +137,21 @@ async def stream_rate(shard: DataShard, journal: Journal, seconds: float) -> Rat
     await journal.durable()
     new, offset, clock = piece(TOKENS_PER_APPEND, 0), 0, Clock()
     while clock.wall_s < seconds:
-        for lease, items in batches:
-            assert await shard.stream(lease, appends(items, offset, new)) == ()
+        calls = (shard.stream(lease, appends(items, offset, new)) for lease, items in batches)
+        assert set(await asyncio.gather(*calls)) == {()}
         offset += TOKENS_PER_APPEND
     await journal.durable()
     return clock.rate(offset * NUM_REPLICAS * BATCH_TRAJECTORIES)
+
+
+async def answer_a_share(shard: DataShard, lease: str, version: int) -> None:
+    """One replica's part of a step: claim, then finish a group at a time, as they trickle in."""
+    items = (await shard.claim(lease, version, BATCH_TRAJECTORIES // NUM_REPLICAS, 0.0)).items
+    assert len(items) == BATCH_TRAJECTORIES // NUM_REPLICAS
+    new = piece(SHORT_ANSWER_TOKENS, version)
+    for at in range(0, len(items), GROUP_SIZE):
+        some = items[at : at + GROUP_SIZE]
+        assert await shard.stream(lease, appends(some, 0, new) + finishes(some)) == ()
 
 
 async def finish_rate(shard: DataShard, journal: Journal, seconds: float) -> Rate:
@@ -145,13 +160,7 @@ async def finish_rate(shard: DataShard, journal: Journal, seconds: float) -> Rat
     clock, step = Clock(), 0
     while clock.wall_s < seconds:
         step += 1
-        lease = f"s/0/{step}"
-        items = (await shard.claim(lease, step - 1, BATCH_TRAJECTORIES, 0.0)).items
-        assert len(items) == BATCH_TRAJECTORIES
-        new = piece(SHORT_ANSWER_TOKENS, step - 1)
-        for at in range(0, len(items), GROUP_SIZE):  # as they trickle in
-            some = items[at : at + GROUP_SIZE]
-            await shard.stream(lease, appends(some, 0, new) + finishes(some))
+        await asyncio.gather(*(answer_a_share(shard, f"s{n}/0/{step}", step - 1) for n in range(NUM_REPLICAS)))
         assert len(await shard.sample(step, 0, groups_per_step, 1.0)) == groups_per_step
         await shard.commit(step)
     await journal.durable()
@@ -192,9 +201,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=4.0, help="length of each of four measurements")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the journal lies")
+    parser.add_argument("--skip-transfer-queue", action="store_true", help="only a plain Ray queue as a peer")
     options = parser.parse_args()
-    core = max(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {core})
+    with_transfer_queue = not options.skip_transfer_queue
+    if with_transfer_queue and importlib.util.find_spec("transfer_queue") is None:
+        parser.error("TransferQueue is not installed: pip install TransferQueue, or give --skip-transfer-queue")
+    shared = measure_peers(options.seconds, with_transfer_queue=with_transfer_queue)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     stream_on, stream_off = on_and_off(stream_rate, options.folder, options.seconds)
     finish_on, finish_off = on_and_off(finish_rate, options.folder, options.seconds)
     result: dict[str, Any] = {
@@ -204,6 +217,7 @@ def main() -> None:
         "short_answer_tokens": SHORT_ANSWER_TOKENS,
         "stream_tokens": rates(stream_on, stream_off, goal_per_s=2_500_000),
         "finished_trajectories": rates(finish_on, finish_off, goal_per_s=200),
+        "trajectories_across_processes": shared,
     }
     print(json.dumps(result))
 

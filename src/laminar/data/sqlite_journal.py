@@ -2,8 +2,8 @@
 
 Invariants: one process writes, and holds `<file>.lock` meanwhile; one thread of it owns the connection. Operations are
 written in their order, many in one transaction (group commit): `flush_s` after the first, or as soon as somebody awaits
-`durable`. Only then is the file synced: a killed process loses at most the operations of `flush_s` that nobody waited
-for, a power failure at most what was not awaited to be durable, and in both cases the newest ones.
+`committed` or `durable`. Only for the latter is the file synced. A killed process loses at most the operations of
+`flush_s` that nobody waited for, a power failure at most what was not awaited to be durable; always the newest ones.
 
 The tables are documented in `laminar.data.sqlite_tables`.
 """
@@ -98,6 +98,7 @@ class SqliteJournal:
             if self._num_committed == self._num_written:
                 return
             future = self._wait_for(self._num_written, sync=False)
+            self._changed.notify()
         await self._in_time(future)
 
     async def _in_time(self, future: "asyncio.Future[None]") -> None:
@@ -148,29 +149,32 @@ class SqliteJournal:
     def _write_for_ever(self) -> None:
         """Write whatever is queued.
 
-        waits for:  an operation, then `flush_s` or somebody who wants it durable
+        waits for:  an operation, then `flush_s` or somebody who wants it committed
         ends:       when it is closed and nothing is queued, or at the first error
         """
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._is_urgent() or self._is_closing)
-                self._changed.wait_for(lambda: self._is_urgent() or self._is_closing, timeout=self._flush_s)
+                self._changed.wait_for(lambda: self._queue or self._is_awaited() or self._is_closing)
+                self._changed.wait_for(lambda: self._is_awaited() or self._is_closing, timeout=self._flush_s)
                 operations, self._queue = self._queue, []
-                number, is_urgent, is_closing = self._num_written, self._is_urgent(), self._is_closing
+                number, sync, is_closing = self._num_written, self._is_sync_awaited(), self._is_closing
             try:
-                if operations or is_urgent:
-                    self._commit(operations, sync=is_urgent or is_closing)
+                if operations or sync:
+                    self._commit(operations, sync=sync or is_closing)
             except (sqlite3.Error, OSError) as error:
                 self._fail(f"the journal {self._path} cannot be written: {error}; make room, then resume the run")
                 return
             except BaseException as error:
                 self._fail(f"the journal {self._path} cannot be written: {type(error).__name__}: {error}")
                 raise
-            self._tell(number, synced=is_urgent)
+            self._tell(number, synced=sync)
             if is_closing and not self._queue:
                 return
 
-    def _is_urgent(self) -> bool:
+    def _is_awaited(self) -> bool:
+        return any(waiter.number is not None for waiter in self._waiters)
+
+    def _is_sync_awaited(self) -> bool:
         return any(waiter.number is not None and waiter.sync for waiter in self._waiters)
 
     def _commit(self, operations: list[tuple[Row, ...]], *, sync: bool) -> None:
