@@ -8,6 +8,7 @@ import pytest
 import virtual_time
 from world import RUN_SEED, STOP, VOCAB, EchoTask, Settings, World
 
+from laminar.engines.protocol import Output
 from laminar.engines.scripted_engine import scripted_logprob, scripted_token
 from laminar.scheduling.order import trajectory_seed
 from laminar.schema.tokens import unpack_ids, unpack_logprobs
@@ -125,6 +126,28 @@ def test_a_frozen_replica_is_fenced_when_it_wakes() -> None:
     check_everything_was_trained_once(world)
     check_answers_are_what_one_version_gives(world)
     assert world.current("replica-0") == 2
+
+
+def test_a_trajectory_that_never_returns_is_named_and_goes_on_elsewhere() -> None:
+    async def hang(world: World) -> None:
+        await wait_for_the_middle(world)
+        step = world.lives["replica-0", 1].engine.step
+
+        async def never() -> list[Output]:
+            await step()
+            await asyncio.get_running_loop().create_future()
+            raise AssertionError("nobody sets it")
+
+        world.lives["replica-0", 1].engine.step = never  # type: ignore[method-assign]
+
+    world = played(Settings(), hang)
+    check_everything_was_trained_once(world)
+    check_answers_are_what_one_version_gives(world)
+    (stuck,) = world.facts("engine_stuck")
+    assert stuck["replica_id"] == "replica-0"
+    assert stuck["lease_id"].startswith("replica-0/1/")
+    assert world.current("replica-0") == 2
+    assert world.facts("adopted"), "its trajectories were not taken over"
 
 
 def test_replicas_that_are_removed_leave_their_work_to_the_others() -> None:

@@ -266,6 +266,7 @@ class World:
                 heartbeat_s=0.1,
                 weights_deadline_s=60.0,
                 port_deadline_s=60.0,
+                engine_timeout_s=5.0,
                 limits=limits,
                 stream=StreamRules(every_tokens=64, every_s=0.5),
                 sampling={"training": Sampling(), "evaluation": Sampling()},

@@ -32,6 +32,7 @@ def replica_rules(
         heartbeat_s=config.manager.heartbeat_s,
         weights_deadline_s=WEIGHTS_DEADLINE_S,
         port_deadline_s=PORT_DEADLINE_S,
+        engine_timeout_s=rollout.engine_timeout_s,
         limits=EpisodeLimits(
             max_new_tokens=rollout.max_new_tokens, max_turns=rollout.max_turns, stop_token_ids=stop_token_ids
         ),

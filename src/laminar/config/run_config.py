@@ -89,6 +89,9 @@ class RolloutConfig(Section):
     """How training answers are drawn."""
     engine: EngineConfig = TorchEngineConfig()
     """What turns tokens into more tokens."""
+    engine_timeout_s: PositiveFloat = 300.0
+    """An engine that takes longer for one call (some decode steps, a swap of weights) hangs: its replica is replaced
+    and its trajectories go on elsewhere."""
     gpus_per_replica: PositiveFloat = 1.0
     """GPUs that Ray sets aside for a replica whose engine runs on `cuda`; 0.3 lets three processes share one."""
     stream_every_tokens: PositiveInt = 128

@@ -16,6 +16,7 @@ from laminar.rollout.episodes import Episodes
 from laminar.rollout.outbox import Outbox
 from laminar.rollout.ports import DataPort, ManagerPort, WeightSource
 from laminar.rollout.trajectory import EpisodeLimits
+from laminar.rollout.watched_engine import WatchedEngine
 from laminar.schema.errors import DeadlinePassed, PeerLost, WeightsUnavailable
 from laminar.schema.fleet import Adoption, ReplicaLoad, ReplicaPhase, lease_name
 from laminar.schema.trajectories import Batch, Purpose, Sampling
@@ -40,6 +41,7 @@ class ReplicaRules(Struct, frozen=True, kw_only=True):
     heartbeat_s: float
     weights_deadline_s: float
     port_deadline_s: float
+    engine_timeout_s: float
     limits: EpisodeLimits
     stream: StreamRules
     sampling: dict[Purpose, Sampling]
@@ -60,7 +62,7 @@ class Replica:
         events: Events,
     ) -> None:
         self._rules = rules
-        self._engine = engine
+        self._engine = WatchedEngine(engine)
         self._episodes = episodes
         self._weights = weights
         self._data = data
@@ -72,6 +74,7 @@ class Replica:
         self._next: Adoption | None = None
         self._cycle = 0
         self._freed_by_repack = False
+        self._is_stuck = False
 
     async def run(self) -> None:
         """Run until cancelled; raises when this replica cannot go on."""
@@ -116,8 +119,12 @@ class Replica:
         ends:       cancelled with the replica, or `Fenced` by the manager; a manager that restarts is waited for
         """
         while True:
-            told = await self._report()
-            self._next = self._next or told
+            if self._engine.silent_s() < self._rules.engine_timeout_s:
+                told = await self._report()
+                self._next = self._next or told
+            elif not self._is_stuck:
+                self._is_stuck = True
+                self._emit("engine_stuck", seconds=self._engine.silent_s(), lease_id=self._lease_id())
             await asyncio.sleep(self._rules.heartbeat_s)
 
     async def _cycle_for_ever(self) -> None:
@@ -266,13 +273,16 @@ class Replica:
             incarnation=self._rules.incarnation,
             phase=self._phase,
             version=self._version,
-            lease_id=self._batch.lease_id if self._batch else None,
+            lease_id=self._lease_id(),
             num_running=engine.num_running,
             num_waiting=engine.num_waiting,
             num_acting=self._batch.num_acting if self._batch else 0,
             kv_used_tokens=engine.kv_used_tokens,
             kv_capacity_tokens=engine.kv_capacity_tokens,
         )
+
+    def _lease_id(self) -> str | None:
+        return self._batch.lease_id if self._batch else None
 
     def _emit(self, kind: str, **fields: object) -> None:
         self._events.emit(kind, replica_id=self._rules.replica_id, incarnation=self._rules.incarnation, **fields)

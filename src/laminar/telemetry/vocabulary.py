@@ -202,6 +202,15 @@ class ReplicaSuspect(Fact, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class EngineStuck(Fact, frozen=True, kw_only=True):
+    """An engine has not answered a call for so long; its replica stops reporting, and is replaced."""
+
+    replica_id: str
+    incarnation: int
+    seconds: float
+    lease_id: str | None = None
+
+
 class ReplicaLost(Fact, frozen=True, kw_only=True):
     """This life is over."""
 
