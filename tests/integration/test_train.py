@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,7 @@ import pytest
 import run_kit as kit
 
 from laminar.cluster.instance import SCRATCH_PREFIX
+from laminar.data.sqlite_journal import read_journal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -148,3 +150,44 @@ def test_a_task_in_a_file_of_the_users_own_trains_and_its_failures_have_names(tm
     dropped = kit.events(run, "dropped")
     assert any("seven cannot be graded" in event["reason"] for event in dropped)
     assert kit.audit(run)["problems"] == []
+
+
+SCHOOL = '''
+from laminar.tasks.protocol import Problem
+
+
+class School:
+    """One epoch of 24 prompts."""
+
+    def problems(self, split):
+        return [Problem(problem_id=f"p{n}", prompt=f"{n}:") for n in range(24)]
+
+    def grade(self, problem, answer):
+        return float(len(answer) % 3)
+'''
+
+
+def test_an_epoch_that_is_killed_and_resumed_trains_every_prompt_exactly_once(tmp_path: Path) -> None:
+    (tmp_path / "school.py").write_text(SCHOOL)
+    recipe = tmp_path / "school.yaml"
+    model = str(kit.RECIPE.parent / "gcd" / "model")
+    recipe.write_text(RECIPE.replace("MODEL", model).replace("parity:Parity", "school:School"))
+    run, log = tmp_path / "run", tmp_path / "log"
+    settings = ("trainer.num_steps=6", "trainer.checkpoint.every_steps=2", "rollout.num_replicas=2")
+    with kit.training(str(recipe), *settings, "--out", str(run), log=log) as process:
+        kit.wait_for("a checkpoint", lambda: kit.events(run, "checkpoint"), process, log)
+        processes = kit.family(process)
+        for victim in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                victim.kill()
+        process.wait(kit.DEADLINE_S)
+        assert kit.survivors(processes, within_s=10.0) == []
+    with read_journal(run / "journal.sqlite") as rows:
+        in_flight = sum(1 for group in rows.groups(open_only=True))
+    assert in_flight > 0, "nothing was under way"
+    with kit.training("--resume", str(run), log=log) as process:
+        kit.finish(process, log)
+    assert kit.audit(run)["problems"] == []
+    with read_journal(run / "journal.sqlite") as rows:
+        trained = Counter(group.prompt_id for group in rows.groups() if group.step is not None)
+    assert trained == Counter({f"p{n}": 1 for n in range(24)})

@@ -1,14 +1,16 @@
 """Replicas, manager and data shard together: moves, deaths and lost lines change who works, never what is answered."""
 
 import asyncio
+import math
 from collections import Counter
+from statistics import NormalDist
 from typing import Any
 
 import pytest
 import virtual_time
 from world import RUN_SEED, STOP, VOCAB, EchoTask, Settings, World
 
-from laminar.engines.protocol import Output
+from laminar.engines.protocol import Output, Request
 from laminar.engines.scripted_engine import scripted_logprob, scripted_token
 from laminar.scheduling.order import trajectory_seed
 from laminar.schema.tokens import unpack_ids, unpack_logprobs
@@ -239,3 +241,52 @@ def test_moves_between_training_and_evaluation_batches_leave_nobody_behind() -> 
     moves = [move for event in world.facts("repack") for move in event["moves"]]
     assert len(moves) > 5
     assert max(member.staleness for group in world.trained for member in group.members) <= 4
+
+
+@pytest.mark.parametrize("repack", [True, False])
+@pytest.mark.parametrize("strict_idleness", [True, False])
+@pytest.mark.parametrize("num_heldout", [0, 6])
+@pytest.mark.parametrize("interactive", [True, False])
+def test_every_combination_of_switches_trains_everything_and_each_switch_shows(
+    repack: bool, strict_idleness: bool, num_heldout: int, interactive: bool
+) -> None:
+    async def evaluate(world: World) -> None:
+        await world.until(lambda: world.version >= 1)
+        await world.shard.request_evaluation(1)
+
+    settings = Settings(
+        repack=repack,
+        strict_idleness=strict_idleness,
+        num_heldout=num_heldout,
+        environments=EchoTask() if interactive else None,
+        num_steps=4,
+    )
+    world = played(settings, evaluate if num_heldout else None)
+    check_everything_was_trained_once(world)
+    assert bool(world.facts("repack")) <= repack
+    assert bool(world.facts("evaluation")) == bool(num_heldout)
+    origins = {piece.generated for group in world.trained for member in group.members for piece in member.pieces}
+    assert origins == ({True, False} if interactive else {True})
+
+
+def log_normal(request: Request) -> int:
+    """The 99th percentile is ten times the median, 40 tokens."""
+    uniform = (request.seed % 9_973 + 0.5) / 9_973
+    return min(450, max(2, round(40 * math.exp(NormalDist().inv_cdf(uniform) * math.log(10) / 2.326))))
+
+
+def test_with_a_long_tail_repack_raises_the_rate_of_tokens_and_changes_no_answer() -> None:
+    def timed(repack: bool) -> tuple[float, World]:
+        tail = {"num_replicas": 8, "num_steps": 10, "groups_per_step": 16, "train_s": 0.1}
+        world = played(Settings(**tail, lengths=log_normal, repack=repack))
+        tokens = sum(len(response_ids(m.pieces)) for group in world.trained for m in group.members)
+        times = [event["t"] for event in world.facts("taken")]
+        return tokens / max(times), world
+
+    (with_repack, moved), (without, alone) = timed(True), timed(False)
+    assert moved.facts("adopted")
+    assert with_repack > without
+    ours, theirs = answers(moved), answers(alone)
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) > 100
+    assert all(ours[key] == theirs[key] for key in shared)
