@@ -506,6 +506,24 @@ def copies_with_truncated_wal(path: Path, folder: Path, num: int) -> Iterator[Pa
         yield copy
 
 
+async def test_a_journal_cut_at_any_byte_of_its_last_writes_audits_clean_and_is_a_prefix_of_the_history(tmp_path: Path):
+    path, cut = tmp_path / "j", tmp_path / "cut"
+    with SqliteJournal(path, flush_s=0.001) as journal:
+        await play(DataShard(journal, ManyPrompts(), RULES, NullEvents()), steps=4)
+        await journal.durable()
+        wal, main = path.with_name(path.name + "-wal").read_bytes(), path.read_bytes()
+    rng, num_issued = random.Random(11), []
+    for end in sorted(rng.sample(range(len(wal) + 1), 1_000)):
+        cut.write_bytes(main)
+        cut.with_name("cut-wal").write_bytes(wal[:end])
+        cut.with_name("cut-shm").unlink(missing_ok=True)
+        report = audit(cut)
+        assert report.is_sound, (end, report.problems)
+        num_issued.append(report.num_issued)
+    assert num_issued == sorted(num_issued)
+    assert len(set(num_issued)) > 4
+
+
 async def test_a_truncated_wal_opens_and_audits_clean(tmp_path: Path):
     path = tmp_path / "j"
     (tmp_path / "cuts").mkdir()

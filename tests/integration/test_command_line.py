@@ -114,6 +114,21 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_text(tmp_path: Path) 
     assert time.monotonic() - started_s < kit.DEADLINE_S
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["scale", "nowhere", "--replicas", "2"], "nowhere is not a run that is alive"),
+        (["chaos", "nowhere", "kill", "relay"], "nowhere is not a run that is alive"),
+        (["chaos", "nowhere"], "give what to do and to whom"),
+        (["chaos", "nowhere", "kill", "relay", "--seconds", "3"], "--seconds goes with freeze and slow"),
+        (["chaos", "nowhere", "kill", "relay", "--random"], "--random chooses the faults itself"),
+        (["bench", "recovery", "nowhere.yaml"], "nowhere.yaml is not there"),
+    ],
+)
+def test_commands_for_live_runs_say_what_is_missing(tmp_path: Path, arguments: list[str], sentence: str) -> None:
+    assert sentence in mistake(*arguments, cwd=tmp_path)
+
+
 SMALL_SHM = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && fallocate -l 63m /dev/shm/filler && exec "$@"'
 
 

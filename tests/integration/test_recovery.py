@@ -54,6 +54,25 @@ def test_each_part_is_killed_and_comes_back_while_the_others_go_on(tmp_path: Pat
     assert len(published) - len(set(published)) <= 1, "only the restarted relay gets a version again"
 
 
+def test_a_repaired_replica_loads_the_newest_weights_before_it_gets_work(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    with kit.training(str(kit.RECIPE), *LONG, "trainer.num_steps=40", "--out", str(run), log=log) as process:
+        kit.wait_for("a third step", lambda: kit.last_step(run) >= 3, process, log)
+        session = ChaosSession(run)
+        fault = Fault(kind=FaultKind.KILL, target="replica-0")
+        session.follow(fault, *session.strike(fault), deadline_s=kit.DEADLINE_S)
+        ended_well(run, process, log, num_trained=40 * 4 * 8)
+    events = kit.events(run)
+    second_life = [e for e in events if e.get("replica_id") == "replica-0" and e.get("incarnation") == 2]
+    started = next(e["t"] for e in second_life if e["kind"] == "replica_started")
+    published = max(e["version"] for e in events if e["kind"] == "published" and e["t"] < started)
+    pulled = next(e for e in second_life if e["kind"] == "pulled")
+    claimed = next(e for e in events if e["kind"] == "claimed" and e["lease_id"].startswith("replica-0/2/"))
+    assert pulled["version"] >= published
+    assert pulled["t"] < claimed["t"]
+    assert claimed["version"] >= pulled["version"]
+
+
 def test_each_part_freezes_and_is_replaced_within_the_time_that_the_recipe_gives_it(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     patience = ("manager.suspect_after_s=1.5", "manager.dead_after_s=3")

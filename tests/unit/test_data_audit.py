@@ -65,6 +65,8 @@ async def test_a_sound_journal_has_no_problems_and_its_numbers_add_up():
     assert report.counts == {"evaluated": 2, "trained": 5, "dropped": 1, "taken": 3, "finished": 3, "running": 3}
     assert report.drop_reasons == {"1 data failures, the last one: no sandbox": 1}
     assert (report.trained.num, report.trained.mean_tokens, report.dropped.mean_tokens) == (5, 12.8, 11.0)
+    assert sum(report.dropped.prompts.values()) == report.dropped.num
+    assert report.dropped.num_prompts == len(report.dropped.prompts) > 0
     assert report.trained.mean_reward == pytest.approx(1.4 / 5)
     assert report.dropped.mean_reward is None
 

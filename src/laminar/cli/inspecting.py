@@ -54,7 +54,12 @@ def _audit_lines(report: AuditReport) -> list[str]:
     lines += [f"  dropped because {reason}: {count}" for reason, count in sorted(report.drop_reasons.items())]
     for name, fate in (("trained", report.trained), ("dropped", report.dropped)):
         if fate.num:
-            lines.append(f"{name}: mean {_number(fate.mean_tokens)} tokens, mean reward {_number(fate.mean_reward)}")
+            lines.append(
+                f"{name}: mean {_number(fate.mean_tokens)} tokens, mean reward {_number(fate.mean_reward)}, answers to "
+                f"{fate.num_prompts} prompts"
+            )
+    if report.dropped.num:
+        lines.append("dropped most: " + ", ".join(f"{name} ({num})" for name, num in report.dropped.prompts.items()))
     lines += [f"PROBLEM {problem}" for problem in report.problems]
     lines.append("the ledger is sound" if report.is_sound else f"{report.num_problems} problems")
     return lines

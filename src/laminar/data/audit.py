@@ -30,18 +30,28 @@ MAX_PROBLEMS = 100
 """Problems that a report spells out; a broken journal may have millions of the same kind."""
 
 
+MOST_PROMPTS = 5
+"""Prompts that a report names."""
+
+
 class Fate(Struct, frozen=True, kw_only=True):
-    """Training trajectories that ended alike. Means are None if there is nothing to average."""
+    """Training trajectories that ended alike; means are None if there is nothing to average.
+
+    `prompts` are the ones with most such trajectories, each with how many.
+    """
 
     num: int
+    num_prompts: int
     mean_tokens: float | None
     mean_reward: float | None
+    prompts: dict[str, int]
 
 
 class AuditReport(Struct, frozen=True, kw_only=True):
     """The ledger's balance. `problems` are the first of `num_problems`; a sound journal has none.
 
-    `trained` and `dropped` side by side show whether dropping favours some answers: short ones, or good ones.
+    `trained` and `dropped` side by side show whether dropping favours some answers: short ones, good ones, or those to
+    a few prompts.
     """
 
     num_issued: int
@@ -173,6 +183,7 @@ class _Fates:
         self._training: Counter[State] = Counter()
         self._tokens: Counter[State] = Counter()
         self._rewards: dict[State, list[float]] = defaultdict(list)
+        self._prompts: dict[State, Counter[str]] = defaultdict(Counter)
 
     def add(self, row: TrajectoryRow, group: GroupRow) -> None:
         self.counts[row.state] += 1
@@ -180,6 +191,7 @@ class _Fates:
             self.reasons[row.reason] += 1
         if group.purpose == "training":
             self._training[row.state] += 1
+            self._prompts[row.state][group.prompt_id] += 1
             self._tokens[row.state] += row.num_generated
             if row.reward is not None:
                 self._rewards[row.state].append(row.reward)
@@ -188,8 +200,10 @@ class _Fates:
         num, rewards = self._training[state], self._rewards[state]
         return Fate(
             num=num,
+            num_prompts=len(self._prompts[state]),
             mean_tokens=self._tokens[state] / num if num else None,
             mean_reward=sum(rewards) / len(rewards) if rewards else None,
+            prompts=dict(self._prompts[state].most_common(MOST_PROMPTS)),
         )
 
 
