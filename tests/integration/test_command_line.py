@@ -138,6 +138,36 @@ def may_mount() -> bool:
     return unshare is not None and subprocess.run([unshare, "--mount", "true"], capture_output=True).returncode == 0
 
 
+FULL_DISK = """
+set -u; run=$1; shift
+mount -t tmpfs -o size=9m tmpfs "$run"
+"$@" train RECIPE SETTINGS --out "$run" --plain; echo "first: $?"
+mount -o remount,size=1g "$run"
+"$@" train --resume "$run" --plain; echo "second: $?"
+"$@" inspect "$run" audit; echo "audit: $?"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount a small disk of its own")
+def test_a_full_disk_ends_the_run_with_a_sentence_and_with_room_it_goes_on(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    settings = " ".join([*kit.SMALL, "trainer.num_steps=8", "trainer.checkpoint.every_steps=1"])
+    script = FULL_DISK.replace("RECIPE", str(kit.RECIPE)).replace("SETTINGS", settings)
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", str(run), *kit.laminar()],
+        capture_output=True,
+        text=True,
+        timeout=2 * kit.DEADLINE_S,
+    )
+    codes = [line for line in done.stdout.splitlines() if line.startswith(("first", "second", "audit"))]
+    assert codes == ["first: 1", "second: 0", "audit: 0"], done.stdout + done.stderr
+    (sentence,) = done.stderr.strip().splitlines()
+    assert "No space left on device" in sentence or "disk is full" in sentence
+    assert "make room" in sentence
+
+
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a small /dev/shm of its own")
 def test_a_full_dev_shm_is_one_sentence_that_says_how_much_is_needed(tmp_path: Path) -> None:
     command = kit.laminar("train", str(kit.RECIPE), "--out", str(tmp_path / "run"), "--plain")

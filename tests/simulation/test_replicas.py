@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections import Counter
 from statistics import NormalDist
 from typing import Any
@@ -10,11 +11,15 @@ import pytest
 import virtual_time
 from world import RUN_SEED, STOP, VOCAB, EchoTask, Settings, World
 
+from laminar.dashboard.state import RunView, fold
+from laminar.dashboard.status import chain_lines
 from laminar.engines.protocol import Output, Request
 from laminar.engines.scripted_engine import scripted_logprob, scripted_token
 from laminar.scheduling.order import trajectory_seed
 from laminar.schema.tokens import unpack_ids, unpack_logprobs
 from laminar.schema.trajectories import Experience, response_ids, versions_of
+from laminar.tasks.protocol import Problem, Reply
+from laminar.telemetry.vocabulary import to_facts
 
 
 def played(settings: Settings, trouble: Any = None) -> World:
@@ -195,6 +200,38 @@ def test_episodes_with_an_environment_survive_a_kill_and_count_only_drawn_tokens
             assert origins == [True, False, True, False, True, False]
             replies = [unpack_ids(piece.token_ids) for piece in member.pieces if not piece.generated]
             assert replies == [[51], [52], [53]]
+
+
+class Sleepy:
+    """The first turn of all takes five minutes."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+
+    async def act(self, turn: str) -> Reply:
+        await asyncio.sleep(300.0 if self._turns == 0 else 0.1)
+        self._turns += 1
+        return Reply(text="51", done=self._turns == 2)
+
+
+class SleepyTask(EchoTask):
+    def environment(self, problem: Problem) -> Sleepy:
+        return Sleepy()
+
+
+def test_a_run_that_stands_still_says_who_waits_for_whom_down_to_the_tool_call() -> None:
+    told: list[str] = []
+
+    async def look(world: World) -> None:
+        await asyncio.sleep(200.0)
+        view = fold(RunView(), to_facts(world.events.events))
+        told.extend(chain_lines(view, asyncio.get_running_loop().time()))
+
+    settings = Settings(num_replicas=1, num_steps=1, environments=SleepyTask(), act_timeout_s=400.0)
+    check_everything_was_trained_once(played(settings, look))
+    assert len(told) >= 2
+    assert re.match(r"data has waited \d+\.\d s for 8 of 8 answers of group \S+ from replica-0", told[0])
+    assert re.search(r"replica-0 has waited \d+\.\d s for the environment of \S+ to reply from environment", told[1])
 
 
 def test_evaluation_runs_at_one_version_while_training_goes_on() -> None:

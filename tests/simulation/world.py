@@ -33,6 +33,7 @@ from laminar.schema.trajectories import ExperienceGroup, Grade, Prompt, Sampling
 from laminar.tasks.environments import InlineEnvironments
 from laminar.tasks.protocol import Environment, Problem, Reply
 from laminar.telemetry.events import MemoryEvents
+from laminar.telemetry.waits import Waits
 
 STOP = 0
 VOCAB = 64
@@ -128,6 +129,7 @@ class Settings:
     repack: bool = True
     strict_idleness: bool = False
     environments: EchoTask | None = None
+    act_timeout_s: float = 10.0
     train_s: float = 1.0
     lengths: Callable[[Request], int] = long_tailed
     max_new_tokens: int = 500
@@ -276,7 +278,8 @@ class World:
                 limits=limits,
                 tokenizer=Words(),
                 grader=LengthGrader(),
-                environments=InlineEnvironments(s.environments, 10.0) if s.environments else None,
+                environments=InlineEnvironments(s.environments, s.act_timeout_s) if s.environments else None,
+                waits=Waits(f"{replica_id}/{incarnation}", self.events),
             ),
             weights=self.link,
             data=lines["data"],  # type: ignore[arg-type]

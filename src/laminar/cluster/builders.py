@@ -19,6 +19,7 @@ from laminar.tasks.loading import build_task
 from laminar.tasks.protocol import InteractiveTask
 from laminar.telemetry.events import EventLog
 from laminar.telemetry.files import EVENTS, JOURNAL
+from laminar.telemetry.waits import Waits
 
 FLUSH_EVENTS_S = 0.2
 """What a killed process did not write is at most so old."""
@@ -132,6 +133,7 @@ async def replica(spec: Spec) -> AsyncIterator[Service]:
                 tokenizer=tokenizer,
                 grader=await stack.enter_async_context(_grader(spec)),
                 environments=await stack.enter_async_context(_environments(spec)),
+                waits=Waits(replica_name(spec.replica_id, spec.incarnation), events),
             ),
             weights=CheckpointedWeights(
                 await stack.enter_async_context(WeightReader(relay_socket(spec.place), spec.place.secret)),

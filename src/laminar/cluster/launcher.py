@@ -23,6 +23,7 @@ from laminar.scheduling.restarts import after_failure
 from laminar.schema.errors import LaminarError, PortError, RunFailed, UserError
 from laminar.schema.fleet import KnownFleet
 from laminar.telemetry.events import EventLog
+from laminar.telemetry.waits import Waits
 
 SERVICES: Final[dict[str, Builder]] = {
     "relay": builders.relay,
@@ -53,6 +54,7 @@ class Launcher:
         self._place = place
         self._resume_step = resume_step
         self._events = events
+        self._waits = Waits("launcher", events)
         self._pings: PingRules = ping_rules(config)
         self._num_replicas = config.rollout.num_replicas
         self._services: dict[str, Life] = {}
@@ -98,12 +100,9 @@ class Launcher:
         """Call a service that may be restarting, until it answers or the time is up in which it would have."""
         call = getattr(port_to(self._place.run_id, name), method)
         deadline_s = self._pings.start_timeout_s + wait.get("wait_s", 0.0)
-        return await insist(
-            lambda: call(*args, **wait),
-            on=f"reach the {name} service ({method})",
-            deadline_s=deadline_s,
-            who="the launcher",
-        )
+        on = f"reach the {name} service ({method})"
+        with self._waits.on(f"an answer to {method}", of=name, deadline_s=deadline_s):
+            return await insist(lambda: call(*args, **wait), on=on, deadline_s=deadline_s, who="the launcher")
 
     # ---- services
 

@@ -4,7 +4,7 @@ Invariants: a group is in flight, ready, taken by one mini-batch of one step, or
 again gets the groups that it got before. What a step took is ready again after a rewind to before it, in its old place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -66,6 +66,15 @@ class ExperienceBuffer:
         """Groups that steps took, for good or not."""
         for_good = self._ledger.trained_groups_by_step.total()
         return for_good + sum(len(groups) for groups in self._takes.values())
+
+    def oldest_in_flight(self, holders: Callable[[Group], tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+        """The group that has waited longest for its members, in words, and who works on them."""
+        if not self._in_flight:
+            return "new prompts to be claimed", ("replica",)
+        group = self._ledger.groups[min(self._in_flight)]
+        num_left = len(group.in_state("waiting", "running"))
+        what = f"{num_left} of {group.row.num_members} answers of group {group.row.group_id}"
+        return what, holders(group) or ("replica",)
 
     def expect(self, group: Group) -> None:
         """A group was drawn."""

@@ -10,7 +10,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from laminar.data.journal import Rows
-from laminar.data.ledger import Ledger, Trajectory
+from laminar.data.ledger import Group, Ledger, Trajectory
 from laminar.data.rows import LeaseRow, PieceRow, State, StintRow
 from laminar.schema.fleet import Lease
 from laminar.schema.trajectories import Append, Purpose
@@ -78,6 +78,11 @@ class PartialPool:
             for t in self.held(from_lease)
             if t.response.version in (None, version) and may_change_version[t.group.row.purpose]
         ]
+
+    def holders(self, group: Group) -> tuple[str, ...]:
+        """Replicas that run members of a group."""
+        leases = {self.lease_of(trajectory).lease_id for trajectory in group.in_state("running")}
+        return tuple(sorted({lease.partition("/")[0] for lease in leases}))
 
     def live(self) -> tuple[Lease, ...]:
         """Leases with unfinished trajectories."""

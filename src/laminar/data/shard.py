@@ -10,7 +10,7 @@ steps took since the last durable checkpoint.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 from msgspec import Struct
@@ -30,6 +30,7 @@ from laminar.scheduling.admission import is_outdated
 from laminar.schema.errors import RunFailed, UserError
 from laminar.schema.fleet import Lease
 from laminar.schema.trajectories import Batch, ExperienceGroup, Update
+from laminar.telemetry.waits import Waits
 
 
 class Wait(Struct, frozen=True, kw_only=True):
@@ -39,6 +40,27 @@ class Wait(Struct, frozen=True, kw_only=True):
     part: int
     num_groups: int
     since_s: float
+
+
+class Stragglers:
+    """What the trainer's batch lacks, as a wait of the data service: it spans the short calls in which it is asked."""
+
+    def __init__(self, events: Events) -> None:
+        self._waits = Waits("data", events)
+        self._open = ExitStack()
+        self._what: str | None = None
+
+    def awaited(self, what: str, holders: tuple[str, ...]) -> None:
+        """A call ended in vain."""
+        if what != self._what:
+            self.come()
+            self._open.enter_context(self._waits.on(what, of=holders))
+            self._what = what
+
+    def come(self) -> None:
+        """The batch is complete."""
+        self._open.close()
+        self._what = None
 
 
 class ShardStats(Struct, frozen=True, kw_only=True):
@@ -68,6 +90,7 @@ class DataShard:
         self._events = events
         self._room, self._ready, self._evaluated = Signal(), Signal(), Signal()
         self._waits: dict[tuple[int, int], Wait] = {}
+        self._stragglers = Stragglers(events)
         self._is_finished = False
         self._num_completed = 0
         self._fatal: asyncio.Future[UserError] = loop.create_future()
@@ -203,7 +226,9 @@ class DataShard:
         finally:
             self._waits.pop((step, part), None)
         if groups is None:
+            self._stragglers.awaited(*self._buffer.oldest_in_flight(self._pool.holders))
             return ()
+        self._stragglers.come()
         await self._journal.durable()
         return tuple(experience_group(group) for group in groups)
 

@@ -4,6 +4,7 @@ from laminar.rollout.ports import Environments, Grader, Tokenizer
 from laminar.rollout.trajectory import EpisodeLimits, RunningTrajectory, model_turns, stop_reason
 from laminar.schema.trajectories import Finish, Grade, StopReason, Unscorable, response_ids
 from laminar.tasks.protocol import Environment, EnvironmentLost, EpisodeFailed, Reply
+from laminar.telemetry.waits import Waits
 
 MAX_REPLAYS = 3
 """An episode whose environment is lost so often in a row is taken for the cause."""
@@ -19,11 +20,13 @@ class Episodes:
         tokenizer: Tokenizer,
         grader: Grader,
         environments: Environments | None,
+        waits: Waits,
     ) -> None:
         self._limits = limits
         self._tokenizer = tokenizer
         self._grader = grader
         self._environments = environments
+        self._waits = waits
         self._open: dict[str, Environment] = {}
 
     async def turn_over(self, trajectory: RunningTrajectory) -> Finish | None:
@@ -52,8 +55,9 @@ class Episodes:
         """The environment's answer to the last turn; one that is lost with others is played up to there again."""
         for _ in range(MAX_REPLAYS + 1):
             try:
-                environment = await self._environment(trajectory, turns)
-                return await environment.act(self._tokenizer.decode(turns[-1]))
+                with self._waits.on(f"the environment of {trajectory.item.trajectory_id} to reply", of="environment"):
+                    environment = await self._environment(trajectory, turns)
+                    return await environment.act(self._tokenizer.decode(turns[-1]))
             except EpisodeFailed as error:
                 return Unscorable(reason=f"environment: {error}")
             except EnvironmentLost as error:
@@ -74,7 +78,8 @@ class Episodes:
 
     async def _graded(self, trajectory: RunningTrajectory, reason: StopReason) -> Finish:
         answer = self._tokenizer.decode(response_ids(trajectory.pieces))
-        return self._finish(trajectory, reason, await self._grader.grade(trajectory.problem, answer))
+        with self._waits.on(f"the reward of {trajectory.item.trajectory_id}", of="grader"):
+            return self._finish(trajectory, reason, await self._grader.grade(trajectory.problem, answer))
 
     def _finish(self, trajectory: RunningTrajectory, reason: StopReason, grade: Grade) -> Finish:
         item = trajectory.item

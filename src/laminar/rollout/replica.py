@@ -21,6 +21,7 @@ from laminar.schema.errors import DeadlinePassed, PeerLost, WeightsUnavailable
 from laminar.schema.fleet import Adoption, ReplicaLoad, ReplicaPhase, lease_name
 from laminar.schema.trajectories import Batch, Purpose, Sampling
 from laminar.telemetry.events import Events
+from laminar.telemetry.waits import Waits
 
 CLAIM_WAIT_S = 0.5
 """A replica that gets no batch for so long looks for newer weights before it asks again, so it never starts stale."""
@@ -68,6 +69,7 @@ class Replica:
         self._data = data
         self._manager = manager
         self._events = events
+        self._waits = Waits(f"{rules.replica_id}/{rules.incarnation}", events)
         self._phase: ReplicaPhase = "starting"
         self._version: int | None = None
         self._batch: BatchRun | None = None
@@ -155,12 +157,13 @@ class Replica:
 
         waits for:  the relay to hold a version, also while it restarts
         """
-        loop = asyncio.get_running_loop()
-        give_up_s = loop.time() + self._rules.weights_deadline_s
-        while not (await self._there_are_weights(give_up_s - loop.time()) and await self._load(None)):
-            if loop.time() >= give_up_s:
-                raise DeadlinePassed(f"the relay had no weights within {self._rules.weights_deadline_s:g} s")
-            await asyncio.sleep(RETRY_S)
+        loop, deadline_s = asyncio.get_running_loop(), self._rules.weights_deadline_s
+        give_up_s = loop.time() + deadline_s
+        with self._waits.on("weights", of="relay", deadline_s=deadline_s):
+            while not (await self._there_are_weights(give_up_s - loop.time()) and await self._load(None)):
+                if loop.time() >= give_up_s:
+                    raise DeadlinePassed(f"the relay had no weights within {deadline_s:g} s")
+                await asyncio.sleep(RETRY_S)
 
     async def _there_are_weights(self, wait_s: float) -> bool:
         try:
@@ -203,7 +206,8 @@ class Replica:
         """What a call to the data shard brings, which may be restarting; asked in the same words it answers the same,
         so nothing is handed out twice or to nobody."""
         deadline_s, who = self._rules.port_deadline_s, self._rules.replica_id
-        return await insist(call, on=f"{verb} a batch from the data service", deadline_s=deadline_s, who=who)
+        with self._waits.on(f"an answer to {verb}", of="data", deadline_s=deadline_s):
+            return await insist(call, on=f"{verb} a batch from the data service", deadline_s=deadline_s, who=who)
 
     async def _tell_adoption(self, order: Adoption, *, taken_over: bool) -> None:
         """The manager finds out by itself, later, if it cannot be told."""
