@@ -149,6 +149,7 @@ mount -o remount,size=1g "$run"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a small disk of its own")
 def test_a_full_disk_ends_the_run_with_a_sentence_and_with_room_it_goes_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
