@@ -60,6 +60,7 @@ class Launcher:
         self._services: dict[str, Life] = {}
         self._replicas: dict[tuple[str, int], Life] = {}
         self._last_lives: dict[str, int] = {}
+        self._were_ready: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
@@ -144,22 +145,22 @@ class Launcher:
             config=self._config,
             place=self._place,
             incarnation=incarnation,
-            resume_step=self._resume_step if incarnation == 1 else None,
+            resume_step=None if name in self._were_ready else self._resume_step,
             fleet=self._known_fleet() if name == "manager" else None,
         )
         num_gpus = gpus_of(SERVICES[name], self._config)
         life = await Life.begin(name, SERVICES[name], spec, num_gpus=num_gpus)
         self._services[name] = life
 
-        def tell(kind: str, pid: int) -> None:
-            self._events.emit(kind, service=name, incarnation=incarnation, pid=pid)
+        def started(pid: int) -> None:
+            self._events.emit("service_started", service=name, incarnation=incarnation, pid=pid)
+
+        def ready(pid: int) -> None:
+            self._were_ready.add(name)
+            self._events.emit("service_ready", service=name, incarnation=incarnation, pid=pid)
 
         try:
-            await life.run(
-                lambda pid: tell("service_started", pid),
-                pings=self._pings,
-                on_ready=lambda pid: tell("service_ready", pid),
-            )
+            await life.run(started, pings=self._pings, on_ready=ready)
         except LifeLost:
             life.kill()
             del self._services[name]

@@ -31,7 +31,7 @@ class Place(Struct, frozen=True, kw_only=True):
 class Spec(Struct, frozen=True, kw_only=True):
     """Which life of which service, of which run.
 
-    `resume_step` is for the first life of the data service in a resumed run, `fleet` for the manager.
+    `resume_step` is for the data service until it has resumed once, `fleet` for the manager.
     """
 
     config: RunConfig
