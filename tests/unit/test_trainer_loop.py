@@ -235,6 +235,70 @@ async def test_a_restarted_trainer_leaves_newer_weights_in_the_relay_until_it_ha
     assert len(world.sink.published[5]["seen"]) == 20
 
 
+class Killed(BaseException):
+    """SIGKILL: nothing after it is executed."""
+
+
+class Doom:
+    """Kills at the n-th chance, which comes before and after every call that leaves the loop."""
+
+    def __init__(self, chances: int) -> None:
+        self.chances = chances
+
+    def chance(self) -> None:
+        self.chances -= 1
+        if self.chances == 0:
+            raise Killed
+
+    def doom(self, neighbour: object, *methods: str) -> None:
+        for name in methods:
+            method = getattr(neighbour, name)
+            setattr(
+                neighbour, name, self._async(method) if asyncio.iscoroutinefunction(method) else self._plain(method)
+            )
+
+    def _async(self, method):
+        async def doomed(*args):
+            self.chance()
+            answer = await method(*args)
+            self.chance()
+            return answer
+
+        return doomed
+
+    def _plain(self, method):
+        def doomed(*args):
+            self.chance()
+            answer = method(*args)
+            self.chance()
+            return answer
+
+        return doomed
+
+
+async def test_a_trainer_killed_at_any_instant_goes_on_as_if_it_had_not_been(tmp_path):
+    """Between batch and checkpoint, in the middle of a publish, of a checkpoint, of telling the data service."""
+    undisturbed = World(tmp_path / "undisturbed")
+    await undisturbed.loop().run()
+    num_kills = 0
+    for chances in itertools.count(1):
+        world, doom = World(tmp_path / str(chances)), Doom(chances)
+        loop = world.loop()
+        doom.doom(world.buffer, "sample", "commit", "rewind", "request_evaluation")
+        doom.doom(world.sink, "publish", "newest")
+        doom.doom(world.learner, "step", "save")
+        try:
+            await loop.run()
+            break
+        except Killed:
+            num_kills += 1
+        await world.loop().run()
+        assert world.sink.published[5] == undisturbed.sink.published[5], f"killed at chance {chances}"
+        assert world.buffer.trained == undisturbed.buffer.trained
+        assert world.buffer.taken == {}
+    assert num_kills > 60
+
+
 async def test_a_relay_that_lost_its_weights_gets_them_again_while_the_trainer_waits(world):
     world.buffer.ready.clear()
     task = asyncio.create_task(world.loop().run())
