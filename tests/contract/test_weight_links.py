@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import importlib.util
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from laminar.relay.keeper import ChainKeeper, ChainWatch
 from laminar.relay.manifest import DTYPE_BYTES
 from laminar.relay.member import ChainMember, ChainRules
 from laminar.relay.memory_link import MemoryLink
+from laminar.relay.nixl_link import PACKAGES
 from laminar.relay.process import run_relay
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.pushing import ChainPublisher
@@ -141,12 +143,18 @@ LINKS = {
     "socket": socket_link,
     "tcp chain": chain_link,
     "pushed to a tcp chain": functools.partial(chain_link, pushed=True),
+    "nixl chain": functools.partial(chain_link, kind="nixl-tcp"),
 }
 
 OpenLink = Callable[..., contextlib.AbstractAsyncContextManager[Link]]
 
 
-@pytest.fixture(params=LINKS)
+NIXL = pytest.mark.skipif(
+    not any(importlib.util.find_spec(package) for package in PACKAGES), reason="NIXL is not installed (extra `rdma`)"
+)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=NIXL if "nixl" in name else ()) for name in LINKS])
 def open_link(request: pytest.FixtureRequest, tmp_path: Path) -> OpenLink:
     return lambda dtype="keep": LINKS[request.param](tmp_path, dtype)
 

@@ -270,7 +270,7 @@ async def test_a_learner_beside_the_master_writes_into_its_memory_and_nobody_els
 ) -> None:
     with kit.chain_of_processes(tmp_path, ("a", "b"), QUICK, **FAST_LINKS) as chain:
         async with WeightPublisher(chain.socket("b"), kit.SECRET) as stranger:
-            with pytest.raises(PortError, match="relay b (does not lead|has not joined) its chain"):
+            with pytest.raises(PortError, match=r"relay b (does not lead|has not joined) its chain"):
                 await stranger.publish(0, weights(0))
         async with WeightPublisher(chain.socket("a"), kit.SECRET) as local:
             watch = ChainWatch(*chain.keeper.address, kit.SECRET)

@@ -51,9 +51,7 @@ class Follow(Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Accepted(Struct, frozen=True, tag=True):
-    """The link stands; `hello` is what the kind of link needs to begin."""
-
-    hello: bytes = b""
+    """The link stands."""
 
 
 class Denied(Struct, frozen=True, tag=True):

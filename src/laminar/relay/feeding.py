@@ -53,7 +53,7 @@ class Feeder:
         waits for:  a newer version on the board, chunks of it  <- the thread that receives them
         blocks on:  the next relay, which may be slow
         """
-        self._link.send(Accepted(self._link.greeting()))
+        self._link.send(Accepted())
         self._unlearn(held)
         while not self._stopped:
             arrival = self._next()
@@ -124,6 +124,7 @@ class Feeder:
                     self._send_changes(arrival, index, *changes)
             self._link.flush()
         finally:
+            self._link.discard()  # before the memory may be given to another version
             if base is not None:
                 self._let_go(base)
         return True

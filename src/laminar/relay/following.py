@@ -44,6 +44,7 @@ class Inbox(Protocol):
     def rewind(self, version: int) -> None: ...
     def hold(self, arrival: Arrival) -> bool: ...
     def let_go(self, arrival: Arrival) -> None: ...
+    def taint(self, arrival: Arrival) -> None: ...
 
 
 class HopMeter:
@@ -101,12 +102,13 @@ class Follower:
             raise to_error(answer.failure)
         if not isinstance(answer, Accepted):
             raise BadFrame(f"{type(answer).__name__} where Accepted was due")
-        self._link.meet(answer.hello)
         try:
             while True:
                 self._take(self._link.receive())
         finally:
             self._use_base(None)
+            if self._link.one_sided and self._coming is not None:
+                self._inbox.taint(self._coming)
             self._receive_to(None)
 
     def _take(self, message: object) -> None:

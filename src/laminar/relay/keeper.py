@@ -40,6 +40,10 @@ class KeeperRules(Struct, frozen=True, kw_only=True):
     slow_window_s: float = 3.0
 
 
+DRIFT = 1.5
+"""Chunks that are so much too large or too small cost next to nothing."""
+
+
 @dataclass(slots=True)
 class _Life:
     """One connection of a relay, and what it told of late."""
@@ -63,6 +67,7 @@ class ChainKeeper:
         self._events = events or NullEvents()
         self._lives: dict[str, _Life] = {}
         self._changed = asyncio.Event()
+        self._told = Topology(chain=Chain())
         self.chain = Chain()
         self.listening = asyncio.Event()
         self.address = (host, port)
@@ -132,13 +137,13 @@ class ChainKeeper:
 
         waits for:  changes;  blocks on: the peer, for as long as a relay may be silent
         """
-        told = -1
+        told = None
         while True:
-            if told == self.chain.epoch:
+            if told is self._told:
                 await self._changed.wait()
-            told = self.chain.epoch
+            told = self._told
             async with asyncio.timeout(self._rules.dead_after_s):
-                await frames.send(encode(self._topology()))
+                await frames.send(encode(told))
 
     async def _hear_beats(self, life: _Life, frames: FrameSocket) -> None:
         """waits for: beats; ends: with the connection, or with TimeoutError when they stay away."""
@@ -151,6 +156,8 @@ class ChainKeeper:
             while life.recent[0][0] < life.at_s - self._rules.slow_window_s and len(life.recent) > 2:
                 life.recent.popleft()
             self._look_for_slow_ones()
+            if _differ(self._topology(), self._told):
+                self._announce()
 
     async def _expect_nothing(self, frames: FrameSocket) -> None:
         await frames.receive()
@@ -197,8 +204,18 @@ class ChainKeeper:
         order = [member.relay_id for member in chain.members]
         log.info("epoch %d: %s; the chain is %s", chain.epoch, why, " > ".join(order) or "empty")
         self._events.emit("chain_changed", epoch=chain.epoch, order=order, reason=why)
+        self._announce()
+
+    def _announce(self) -> None:
+        self._told = self._topology()
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _differ(new: Topology, old: Topology) -> bool:
+    """Whether the links are measured to be so different now that versions should be cut differently."""
+    pairs = ((new.startup_s, old.startup_s), (new.bytes_per_s, old.bytes_per_s))
+    return any(not 1 / DRIFT <= a / b <= DRIFT if a and b else a != b for a, b in pairs)
 
 
 class ChainWatch:

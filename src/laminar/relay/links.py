@@ -25,12 +25,9 @@ class Link(Protocol):
         """The next message."""
         ...
 
-    def greeting(self) -> bytes:
-        """What the sender tells the receiver about itself when the link begins."""
-        ...
-
-    def meet(self, greeting: bytes) -> None:
-        """The receiver hears it."""
+    @property
+    def one_sided(self) -> bool:
+        """Whether the sender writes into the receiver's memory by itself, so that it may do so late."""
         ...
 
     def expose(self, arrival: Arrival) -> bytes:
@@ -47,6 +44,10 @@ class Link(Protocol):
 
     def flush(self) -> None:
         """Sender: return when all chunks have left."""
+        ...
+
+    def discard(self) -> None:
+        """Sender: give up on chunks under way; when it returns, their memory is read no more."""
         ...
 
     def receive_into(self, view: memoryview) -> None:
@@ -73,11 +74,7 @@ class TcpLink:
         self.shut_down = wire.shut_down
         self.close = wire.close
 
-    def greeting(self) -> bytes:
-        return b""
-
-    def meet(self, greeting: bytes) -> None:
-        """Nothing to know."""
+    one_sided = False
 
     def expose(self, arrival: Arrival) -> bytes:
         return b""
@@ -90,8 +87,34 @@ class TcpLink:
         self.send(Chunk(index=index, inline=len(view), digest=arrival.digest(index)), [view])
 
     def flush(self) -> None:
-        """The kernel has all of it."""
+        """The kernel has a copy of all of it."""
+
+    def discard(self) -> None:
+        """Nothing is under way that is not the kernel's."""
 
 
-LINKS: dict[str, Callable[[Wire], Link]] = {"tcp": TcpLink}
+def _tcp(wire: Wire, deadline_s: float) -> Link:
+    return TcpLink(wire)
+
+
+def _nixl(kind: str) -> "MakeLink":
+    def make(wire: Wire, deadline_s: float) -> Link:
+        from laminar.relay.nixl_link import NixlLink  # an optional library, on use
+
+        return NixlLink(wire, kind, deadline_s)
+
+    return make
+
+
+MakeLink = Callable[[Wire, float], Link]
+
+LINKS: dict[str, MakeLink] = {"tcp": _tcp, "rdma": _nixl("rdma"), "nixl-tcp": _nixl("nixl-tcp")}
 """Kinds of links by the name they have in the configuration."""
+
+
+def check_link(kind: str) -> None:
+    """Raise `UserError` if links of this kind cannot work on this machine."""
+    if kind != "tcp":
+        from laminar.relay.nixl_link import check
+
+        check(kind)

@@ -24,7 +24,7 @@ from laminar.relay.following import Follower, HopMeter
 from laminar.relay.frames import BadFrame, FrameSocket
 from laminar.relay.hops import dial, receive, serve_tcp, tcp_listener
 from laminar.relay.keeper import connect_to_keeper
-from laminar.relay.links import LINKS, Link
+from laminar.relay.links import LINKS, Link, check_link
 from laminar.relay.manifest import ALIGN_BYTES, Manifest
 from laminar.relay.messages import encode
 from laminar.relay.receiving import receive_push
@@ -103,6 +103,9 @@ class _FromThreads:
     def let_go(self, arrival: Arrival) -> None:
         self._call(self._service.let_go(arrival))
 
+    def taint(self, arrival: Arrival) -> None:
+        self._call(self._service.taint(arrival))
+
     def _call(self, call: Coroutine[Any, Any, T]) -> T:
         try:
             return asyncio.run_coroutine_threadsafe(call, self._loop).result(CALL_S)
@@ -140,6 +143,7 @@ class ChainMember:
         waits for:  the keeper's word, other relays, learners
         ends:       never; cancelled by its parent, and all its threads end then
         """
+        await asyncio.to_thread(check_link, self._rules.link)
         self._calls = _FromThreads(self._service, asyncio.get_running_loop(), self._tell_of)
         with tcp_listener(self._rules.host, self._rules.port) as listener:
             self.address = listener.getsockname()[:2]
@@ -199,10 +203,12 @@ class ChainMember:
         )
 
     def _learn(self, topology: Topology) -> None:
-        """The chain has changed: links of the old epoch end."""
+        """If the chain has changed, links of the old epoch end."""
         if topology.chain.epoch < self.chain.epoch:
             return
-        self._topology = topology
+        has_changed, self._topology = topology.chain != self.chain, topology
+        if not has_changed:
+            return
         master = topology.chain.master
         is_master = master is not None and master.relay_id == self._rules.relay_id
         self._service.refuses_writers = (
@@ -250,7 +256,7 @@ class ChainMember:
         frames = await dial(upstream.host, upstream.port, self._secret, rules.deadline_s, rules.congestion)
         wire = Wire(frames.hand_over(), rules.deadline_s)
         self.meter.rtt_s = rtt_s(wire)
-        link = LINKS[rules.link](wire)
+        link = LINKS[rules.link](wire, rules.deadline_s)
         return Follower(link, self._service.board, self._calls, epoch, self.meter), link
 
     # ---- whoever comes
@@ -322,11 +328,12 @@ class ChainMember:
             relay_id=self._rules.relay_id,
             version=arrival.key.version,
             num_bytes=arrival.total_bytes,
+            chunk_bytes=arrival.chunk_bytes,
             seconds=time.monotonic() - arrival.started_s,
         )
 
     def _open(self, frames: FrameSocket) -> Link:
-        return LINKS[self._rules.link](Wire(frames.hand_over(), self._rules.deadline_s))
+        return LINKS[self._rules.link](Wire(frames.hand_over(), self._rules.deadline_s), self._rules.deadline_s)
 
     async def _in_thread(
         self, link: Link | Wire, function: Callable[[], None], stop: Callable[[], None] | None = None

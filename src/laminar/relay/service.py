@@ -265,6 +265,11 @@ class RelayService:
         self._store.unuse(arrival.slot)
         self._announce()
 
+    async def taint(self, arrival: Arrival) -> None:
+        """A one-sided link to its memory broke: what the other side had under way may still land there. That is what
+        belongs there; but no other version may ever use this memory."""
+        self._store.taint(arrival.slot)
+
     # ---- inside
 
     def _forget_reader(self, peer: int) -> None:

@@ -83,6 +83,7 @@ class VersionStore:
         self._free: list[SlotMemory] = []
         self._layouts: dict[int, int] = {}
         self._users: Counter[int] = Counter()
+        self._tainted: set[int] = set()
         self._last_id = 0
 
     # ---- readers
@@ -236,6 +237,10 @@ class VersionStore:
             del self._users[slot.slot_id]
         self._tidy()
 
+    def taint(self, slot: SlotMemory) -> None:
+        """Never give this slot to another version."""
+        self._tainted.add(slot.slot_id)
+
     def held(self, version: int) -> Held | None:
         """A complete version."""
         return self._held.get(version)
@@ -260,6 +265,8 @@ class VersionStore:
         if choice.evicted is not None:
             self._drop(self._held[choice.evicted])
             self._tidy()
+        if choice.slot_id not in self._slots:  # it was tainted
+            return self.find_slot(version, num_bytes, yield_pins=yield_pins)
         return self._slots[choice.slot_id]
 
     def wants_slot(self, num_bytes: int) -> bool:
@@ -346,7 +353,11 @@ class VersionStore:
         idle = [h for h in self._leaving if not self._num_leases(h) and h.slot.slot_id not in self._users]
         for held in idle:
             self._leaving.remove(held)
-            self._free.append(held.slot)
+            if held.slot.slot_id in self._tainted:
+                self._tainted.discard(held.slot.slot_id)
+                self._retire(held.slot)
+            else:
+                self._free.append(held.slot)
         unneeded = list(versions_to_evict(self._held, self._in_use(), self._pins, self._keep_versions))
         while len(self._slots) > self._keep_versions + 1 and len(self._free) + len(unneeded) > 1:
             if not self._free:

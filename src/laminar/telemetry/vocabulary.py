@@ -96,6 +96,7 @@ class WeightsArrived(Fact, frozen=True, kw_only=True):
     relay_id: str
     version: int
     num_bytes: int
+    chunk_bytes: int = 0
     seconds: float = 0.0
 
 
