@@ -79,6 +79,10 @@ class Arrival:
         """Bytes that have arrived."""
         return num_covered(self._covered)
 
+    def is_ready(self, index: int) -> bool:
+        """Whether a chunk is there."""
+        return index in self._ready
+
     def range_of(self, index: int) -> Range:
         """The bytes of a chunk."""
         return chunk_range(index, self.total_bytes, self.chunk_bytes)

@@ -151,6 +151,8 @@ class Follower:
         arrival = self._coming
         if arrival is None or chunk.index >= arrival.num_chunks:
             raise BadFrame(f"chunk {chunk.index} of a version that has not that many, or of none")
+        if arrival.is_ready(chunk.index):
+            raise BadFrame(f"chunk {chunk.index} is here, and may have been handed on: it is not written again")
         view, changes = arrival.chunk(chunk.index), None
         if chunk.base is not None:
             changes = bytearray(chunk.inline)

@@ -76,7 +76,7 @@ class ChainRules(Struct, frozen=True, kw_only=True):
     """A link on which nothing moves for so long has failed."""
 
 
-class _FromThreads:
+class FromThreads:
     """The relay's store, for threads: each call runs on the event loop."""
 
     def __init__(self, service: RelayService, loop: asyncio.AbstractEventLoop, tell: Callable[[Arrival], None]) -> None:
@@ -125,7 +125,7 @@ class ChainMember:
         self._changed = asyncio.Event()
         self._feeding: dict[str, tuple[int, Callable[[], None]]] = {}
         self._threads = ThreadPoolExecutor(MAX_LINKS, thread_name_prefix=f"links of {rules.relay_id}")
-        self._calls: _FromThreads
+        self.calls: FromThreads
         self.meter = HopMeter()
         self.listening = asyncio.Event()
         self.address = (rules.host, rules.port)
@@ -144,7 +144,7 @@ class ChainMember:
         ends:       never; cancelled by its parent, and all its threads end then
         """
         await asyncio.to_thread(check_link, self._rules.link)
-        self._calls = _FromThreads(self._service, asyncio.get_running_loop(), self._tell_of)
+        self.calls = FromThreads(self._service, asyncio.get_running_loop(), self._tell_of)
         with tcp_listener(self._rules.host, self._rules.port) as listener:
             self.address = listener.getsockname()[:2]
             self.listening.set()
@@ -257,7 +257,7 @@ class ChainMember:
         wire = Wire(frames.hand_over(), rules.deadline_s)
         self.meter.rtt_s = rtt_s(wire)
         link = LINKS[rules.link](wire, rules.deadline_s)
-        return Follower(link, self._service.board, self._calls, epoch, self.meter), link
+        return Follower(link, self._service.board, self.calls, epoch, self.meter), link
 
     # ---- whoever comes
 
@@ -279,8 +279,8 @@ class ChainMember:
             link,
             self._service.board,
             follow.epoch,
-            hold=self._calls.hold,
-            let_go=self._calls.let_go,
+            hold=self.calls.hold,
+            let_go=self.calls.let_go,
             alive_s=min(1.0, rules.deadline_s / 4),
             with_deltas=rules.with_deltas,
         )
@@ -318,7 +318,7 @@ class ChainMember:
         if push.epoch < self.chain.epoch:
             raise Fenced(f"epoch {push.epoch} is over; it is {self.chain.epoch} now")
         wire = Wire(frames.hand_over(), self._rules.deadline_s)
-        await self._in_thread(wire, lambda: receive_push(wire, push, self._service.board, self._calls))
+        await self._in_thread(wire, lambda: receive_push(wire, push, self._service.board, self.calls))
 
     # ---- inside
 
