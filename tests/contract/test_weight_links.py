@@ -103,18 +103,25 @@ async def running(loop: Any) -> AsyncIterator[None]:
 
 
 class Awaited:
-    """A sink whose `publish` returns when the version is at the end of the chain, as the suite expects to read it."""
+    """A sink whose `publish` returns when the end of the chain has heard of it, as the suite expects to read it."""
 
     def __init__(self, sink: Any, last: RelayService) -> None:
         self._sink = sink
         self._last = last
 
     async def publish(self, version: int, tensors: Any) -> float:
-        stall_s = await self._sink.publish(version, tensors)
-        async with asyncio.timeout(10.0):
-            while version not in [held.version for held in (await self._last.status()).versions]:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        try:
+            stall_s = await self._sink.publish(version, tensors)
+        except BaseException:
+            await self._until(lambda status: not status.incoming)
+            raise
+        await self._until(lambda status: version in [held.version for held in status.versions])
         return stall_s
+
+    async def _until(self, condition: Callable[[Any], bool]) -> None:
+        async with asyncio.timeout(10.0):
+            while not condition(await self._last.status()):  # noqa: ASYNC110 (the relay has no event for it)
+                await asyncio.sleep(0.001)
 
 
 class Both:

@@ -46,22 +46,31 @@ class Arrival:
         self.is_dropped = False
         self._is_claimed = False
         self.started_s = time.monotonic()
+        self.wire_bytes = 0
         self.memory = slot.view()[: self.total_bytes]
         self.deltas: DeltaEncoder | None = None
         self._changed = changed
         self._covered: Ranges = ()
         self._digests: list[int | None] = [None] * self.num_chunks
         self._ready: set[int] = set()
+        self.known_checksum: int | None = None
         self._hashing = threading.Lock()
         self._hash = xxhash.xxh3_64()
         self._num_hashed = 0
 
     @classmethod
     def held(
-        cls, key: VersionKey, manifest: Manifest, slot: SlotMemory, chunk_bytes: int, changed: threading.Condition
+        cls,
+        key: VersionKey,
+        manifest: Manifest,
+        slot: SlotMemory,
+        chunk_bytes: int,
+        changed: threading.Condition,
+        checksum: int,
     ) -> "Arrival":
         """A version that came through local memory and is complete."""
         arrival = cls(key, manifest, slot, chunk_bytes, changed)
+        arrival.known_checksum = checksum
         arrival._covered = ((0, arrival.total_bytes),) if arrival.total_bytes else ()
         arrival._ready.update(range(arrival.num_chunks))
         arrival.is_whole = True
@@ -104,7 +113,10 @@ class Arrival:
         self.landed([self.range_of(index)])
 
     def checksum(self) -> int:
-        """Over all bytes, which must all be there; most of it was computed while they arrived."""
+        """Over all bytes, which must all be there. Taken where the version enters the chain, while its bytes arrive;
+        further down every chunk is checked, and the whole need not be hashed again."""
+        if self.known_checksum is not None:
+            return self.known_checksum
         self._hash_on(wait=True)
         return int(self._hash.intdigest())
 
@@ -137,6 +149,11 @@ class Arrival:
         start, end = self.range_of(index)
         return self.memory[start:end]
 
+    def chunk_of_base(self, index: int, base: "Arrival") -> memoryview:
+        """The bytes of a chunk of ours in another version of the same layout, which may be cut otherwise."""
+        start, end = self.range_of(index)
+        return base.memory[start:end]
+
     def digest(self, index: int) -> int:
         """xxh3_64 of a chunk that is there."""
         known = self._digests[index]
@@ -146,8 +163,8 @@ class Arrival:
 
     def _hash_on(self, *, wait: bool) -> None:
         """Extend the running checksum over the chunks that follow it without a gap, while they are in the cache."""
-        if not self._hashing.acquire(blocking=wait):
-            return  # another thread is at it, and the last call waits
+        if self.known_checksum is not None or not self._hashing.acquire(blocking=wait):
+            return  # no need; or another thread is at it, and the last call waits
         try:
             while self._num_hashed in self._ready:
                 self._hash.update(self.chunk(self._num_hashed))

@@ -61,12 +61,14 @@ class Denied(Struct, frozen=True, tag=True):
 
 
 class Begin(Struct, frozen=True, tag=True, kw_only=True):
-    """-> Want. A version comes, in chunks of this size."""
+    """-> Want. A version comes, in chunks of this size. `checksum` is the xxh3_64 over all its bytes; None while the
+    learner is still pushing it."""
 
     epoch: Count
     key: VersionKey
     manifest: Manifest
     chunk_bytes: Annotated[int, Meta(ge=64, le=MAX_CHUNK_BYTES)]
+    checksum: Digest | None = None
 
 
 class Want(Struct, frozen=True, tag=True, kw_only=True):

@@ -92,7 +92,13 @@ class Feeder:
 
     def _feed(self, arrival: Arrival) -> None:
         self._link.send(
-            Begin(epoch=self._epoch, key=arrival.key, manifest=arrival.manifest, chunk_bytes=arrival.chunk_bytes)
+            Begin(
+                epoch=self._epoch,
+                key=arrival.key,
+                manifest=arrival.manifest,
+                chunk_bytes=arrival.chunk_bytes,
+                checksum=arrival.known_checksum,
+            )
         )
         want = self._link.receive(Want)
         if want.key != arrival.key:
@@ -167,7 +173,7 @@ class Feeder:
         if deltas is None or not self._with_deltas or deltas.base not in bases:
             return None
         if base is not None and base.key == deltas.base:
-            changes = deltas.encode(index, base.chunk(index), arrival.chunk(index))
+            changes = deltas.encode(index, arrival.chunk_of_base(index, base), arrival.chunk(index))
         else:
             changes = deltas.get(index)
         return None if changes is None else (changes, deltas.base.version)

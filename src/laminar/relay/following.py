@@ -142,6 +142,7 @@ class Follower:
         missing: Ranges = ()
         memory = b""
         if self._coming is not None:
+            self._coming.known_checksum = begin.checksum
             missing, memory = self._coming.missing(), self._link.expose(self._coming)
         bases = tuple(a.key for a in self._board.whole() if a.manifest == begin.manifest and a.key != begin.key)
         self._meter.begin(time.monotonic())
@@ -161,11 +162,13 @@ class Follower:
         self._link.receive_into(view[: chunk.inline] if changes is None else memoryview(changes))
         started_s = time.perf_counter()
         if changes is not None and chunk.base is not None:
-            delta.apply(memoryview(changes), self._base_of(arrival, chunk.base).chunk(chunk.index), view)
+            base = self._base_of(arrival, chunk.base)
+            delta.apply(memoryview(changes), arrival.chunk_of_base(chunk.index, base), view)
         if xxhash.xxh3_64_intdigest(view) != chunk.digest:
             raise BadFrame(f"chunk {chunk.index} of version {arrival.key.version} does not agree with its digest")
         if arrival.deltas is not None:
             arrival.deltas.add(chunk.index, None if changes is None else bytes(changes))
+        arrival.wire_bytes += chunk.inline or len(view)
         arrival.landed_chunk(chunk.index, chunk.digest)
         if changes is None:
             self._meter.chunk(len(view), time.perf_counter() - started_s)

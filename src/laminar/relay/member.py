@@ -328,6 +328,7 @@ class ChainMember:
             relay_id=self._rules.relay_id,
             version=arrival.key.version,
             num_bytes=arrival.total_bytes,
+            wire_bytes=arrival.wire_bytes,
             chunk_bytes=arrival.chunk_bytes,
             seconds=time.monotonic() - arrival.started_s,
         )

@@ -172,8 +172,7 @@ class RelayService:
         version, manifest = request.version, request.manifest
         _check(manifest, version)
         async with self._growing:
-            for arrival in [a for a in self._coming if a.key.version <= version]:
-                await self.withdraw(arrival)
+            await self._withdraw_all()
             reservation = self._store.join(peer, version, manifest, request.part, request.num_parts)
             self._fail_torn()
             if reservation is None:
@@ -204,7 +203,8 @@ class RelayService:
 
     async def arrive(self, key: VersionKey, manifest: Manifest, chunk_bytes: int | None) -> Arrival | None:
         """Where a version goes that another machine sends; None if it is held. Again under the same key: what came
-        before is kept. A version of the same number with other weights is forgotten, and so are later ones.
+        before is kept. A version of the same number with other weights is forgotten, and so are later ones; and if the
+        learner itself brings an older version than the newest, it went back.
 
         `chunk_bytes` None: this relay is the first to have it, and cuts it as its chain wants it.
         """
@@ -218,9 +218,10 @@ class RelayService:
                     return None
                 if chunk_bytes in (None, known.chunk_bytes):
                     return known
-            for arrival in [a for a in self._coming if a.key.version <= key.version]:
-                await self.withdraw(arrival)
-            if self._store.held(key.version) is not None:
+            await self._withdraw_all()
+            newest = self._store.newest()
+            is_behind = chunk_bytes is None and newest is not None and newest > key.version
+            if is_behind or self._store.held(key.version) is not None:
                 log.info("version %d comes with other weights; the learner went back", key.version)
                 await self.rewind(key.version - 1)
             slot = await self._slot_for(key.version, manifest.total_bytes)
@@ -238,6 +239,7 @@ class RelayService:
         if reservation is None:
             raise Fenced(f"version {arrival.key.version} was dropped while it came in")
         self._store.finish(reservation, checksum, asyncio.get_running_loop().time())
+        arrival.known_checksum = checksum
         arrival.complete()
         self._announce()
         self._background().create_task(self._warm_up(arrival.total_bytes), name="slots for the next version")
@@ -249,6 +251,11 @@ class RelayService:
         if reservation is not None:
             self._store.withdraw(reservation)
             self._announce()
+
+    async def _withdraw_all(self) -> None:
+        """There is one learner, and it brings one version at a time: what else was coming will never be complete."""
+        for arrival in list(self._coming):
+            await self.withdraw(arrival)
 
     async def hold(self, arrival: Arrival) -> bool:
         """Keep its memory as it is while a thread sends from it; False if it is gone. Then call `let_go`."""
@@ -305,7 +312,7 @@ class RelayService:
             return  # it was held before
         content = checksum if reservation.content is None else reservation.content
         key, chunk_bytes = VersionKey(held.version, content), self.chunk_bytes_of(held.manifest.total_bytes)
-        self.board.add(Arrival.held(key, held.manifest, held.slot, chunk_bytes, self.board.changed))
+        self.board.add(Arrival.held(key, held.manifest, held.slot, chunk_bytes, self.board.changed, checksum))
 
     async def _slot_for(self, version: int, num_bytes: int) -> SlotMemory:
         """A free slot; makes one if there is memory, else waits for readers to let go of one."""

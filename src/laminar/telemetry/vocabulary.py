@@ -91,11 +91,13 @@ class ChainChanged(Fact, frozen=True, kw_only=True):
 
 
 class WeightsArrived(Fact, frozen=True, kw_only=True):
-    """A relay holds a version completely that came from another machine, `seconds` after its first byte was awaited."""
+    """A relay holds a version completely that came from another machine, `seconds` after its first byte was awaited;
+    `wire_bytes` of its `num_bytes` were sent: fewer if it came as changes."""
 
     relay_id: str
     version: int
     num_bytes: int
+    wire_bytes: int = 0
     chunk_bytes: int = 0
     seconds: float = 0.0
 
