@@ -131,6 +131,7 @@ class ChainMember:
         self.address = (rules.host, rules.port)
         service.chunk_bytes_of = self._chunk_bytes
         service.refuses_writers = f"relay {rules.relay_id} has not joined its chain yet"
+        service.joined = asyncio.Event()
 
     @property
     def chain(self) -> Chain:
@@ -214,6 +215,8 @@ class ChainMember:
         self._service.refuses_writers = (
             None if is_master else f"relay {self._rules.relay_id} does not lead its chain (epoch {self.chain.epoch})"
         )
+        if self._service.joined is not None:
+            self._service.joined.set()
         for relay_id, (epoch, stop) in list(self._feeding.items()):
             if epoch < topology.chain.epoch:
                 self._feeding.pop(relay_id)
@@ -313,8 +316,7 @@ class ChainMember:
             raise Fenced(f"{follow.relay_id} does not follow {self._rules.relay_id} in epoch {follow.epoch}")
 
     async def _take_push(self, push: Push, frames: FrameSocket) -> None:
-        if self._service.refuses_writers is not None:
-            raise Fenced(self._service.refuses_writers)
+        await self._service.admit_writer()
         if push.epoch < self.chain.epoch:
             raise Fenced(f"epoch {push.epoch} is over; it is {self.chain.epoch} now")
         wire = Wire(frames.hand_over(), self._rules.deadline_s)

@@ -39,6 +39,9 @@ KEEP_READ_S = 10.0
 CHUNK_BYTES = 1 << 20
 """Of what a relay sends before the links of its chain were measured."""
 
+JOIN_S = 5.0
+"""A writer that comes while the relay joins its chain waits so long; joining takes milliseconds."""
+
 CHAIN = 0
 """Stands for the chain among those who write to the store; local peers are counted from 1."""
 
@@ -76,6 +79,7 @@ class RelayService:
         self._coming: dict[Arrival, Reservation] = {}
         self.board = Board()
         self.chunk_bytes_of: Callable[[int], int] = lambda num_bytes: CHUNK_BYTES
+        self.joined: asyncio.Event | None = None
         self.refuses_writers: str | None = None
         self._peers: set[int] = set()
         self._ordered_pins: frozenset[int] = frozenset()
@@ -167,8 +171,7 @@ class RelayService:
 
     async def reserve(self, peer: int, request: Reserve) -> Reservation:
         """Memory for one part of a version; waits for some to be free. Raises `Fenced` if this is not the master."""
-        if self.refuses_writers is not None:
-            raise Fenced(self.refuses_writers)
+        await self.admit_writer()
         version, manifest = request.version, request.manifest
         _check(manifest, version)
         async with self._growing:
@@ -181,6 +184,15 @@ class RelayService:
                 reservation.content = request.content
                 self._outcomes[reservation.reservation_id] = asyncio.get_running_loop().create_future()
         return reservation
+
+    async def admit_writer(self) -> None:
+        """Raise `Fenced` if weights are to go to another relay; a relay that has just started joins its chain first."""
+        if self.joined is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_S):
+                    await self.joined.wait()
+        if self.refuses_writers is not None:
+            raise Fenced(self.refuses_writers)
 
     async def commit(self, peer: int, reservation_id: int, part: int, num_bytes: int) -> None:
         """A part is written; returns when the whole version can be seen."""
