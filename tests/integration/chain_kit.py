@@ -92,14 +92,16 @@ class ChainOfProcesses:
 
     folder: Path
     rules: KeeperRules
+    prefix: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
     options: dict[str, Any] = field(default_factory=dict)
     relays: dict[str, Process] = field(default_factory=dict)
     keeper: Process = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keeper = Process(KeepOrder(secret=SECRET, rules=self.rules))
+        self.keeper = Process(KeepOrder(secret=SECRET, host=self.host, rules=self.rules), self.prefix)
 
-    def start(self, relay_id: str, **options: Any) -> Process:
+    def start(self, relay_id: str, *, prefix: tuple[str, ...] = (), **options: Any) -> Process:
         host, port = self.keeper.address
         rules = ChainRules(
             relay_id=relay_id, keeper_host=host, keeper_port=port, **{"machine": relay_id, **self.options, **options}
@@ -107,7 +109,7 @@ class ChainOfProcesses:
         order = RelayOrder(secret=SECRET, socket_path=str(self.socket(relay_id)), rules=rules)
         if relay_id in self.relays:
             self.relays.pop(relay_id).close()
-        self.relays[relay_id] = Process(order)
+        self.relays[relay_id] = Process(order, prefix)
         self.await_chain(lambda order: relay_id in order)
         return self.relays[relay_id]
 
@@ -133,10 +135,16 @@ class ChainOfProcesses:
 
 @contextlib.contextmanager
 def chain_of_processes(
-    folder: Path, names: tuple[str, ...], rules: KeeperRules | None = None, **options: Any
+    folder: Path,
+    names: tuple[str, ...],
+    rules: KeeperRules | None = None,
+    *,
+    prefix: tuple[str, ...] = (),
+    keeper_host: str = "127.0.0.1",
+    **options: Any,
 ) -> Iterator[ChainOfProcesses]:
-    """A chain in this order; options are those of `ChainRules` for every relay."""
-    chain = ChainOfProcesses(folder, rules or KeeperRules(), options)
+    """A chain in this order; `options` are those of `ChainRules` for all, `prefix` goes before the keeper's command."""
+    chain = ChainOfProcesses(folder, rules or KeeperRules(), prefix, keeper_host, options)
     try:
         for name in names:
             chain.start(name)

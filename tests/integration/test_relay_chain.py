@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import logging
 import os
 import random
@@ -17,6 +18,7 @@ import torch
 
 from laminar.relay.client import ClientRules
 from laminar.relay.keeper import ChainWatch, KeeperRules, look
+from laminar.relay.nixl_link import PACKAGES
 from laminar.relay.publisher import Part, WeightPublisher
 from laminar.relay.pushing import ChainPublisher, PushRules
 from laminar.relay.reader import WeightReader
@@ -111,10 +113,10 @@ async def learner(chain: kit.ChainOfProcesses) -> AsyncIterator[ChainPublisher]:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, names: tuple[str, ...] = NAMES) -> AsyncIterator[tuple]:
+async def running(folder: Path, names: tuple[str, ...] = NAMES, link: str = "tcp") -> AsyncIterator[tuple]:
     """A chain, a learner and a reader for each relay; what was torn or left behind fails the test."""
     fds = open_files()
-    with kit.chain_of_processes(folder, names, QUICK, **FAST_LINKS) as chain:
+    with kit.chain_of_processes(folder, names, QUICK, **FAST_LINKS, link=link) as chain:
         readers = Readers(chain)
         for name in names:
             readers.attach(name)
@@ -207,6 +209,26 @@ async def test_survivors_of_a_frozen_relay_hold_it_soon_after_the_heartbeat_time
         log.info("%s frozen: %d of %d torn, survivors %.3f s", role, num_torn, NUM_INSTANTS, slowest_s)
         assert num_torn, "it froze too late to say anything"
         assert slowest_s < DEAD_AFTER_S + 1.0 + span_s
+
+
+@pytest.mark.skipif(not any(map(importlib.util.find_spec, PACKAGES)), reason="NIXL is not installed")
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+async def test_a_chain_of_one_sided_links_is_repaired_as_well(how: str, tmp_path: Path) -> None:
+    async with running(tmp_path, link="nixl-tcp") as (chain, sink, readers):
+        span_s = await warmed_up(sink, readers, "middle")
+        victim = victim_of("middle", chain.order())
+        survivors = [name for name in chain.order() if name != victim]
+        publishing = asyncio.create_task(sink.publish(WARM, weights(WARM, MIB)))
+        await asyncio.sleep(span_s / 3)
+        getattr(chain.relays[victim], how)()
+        hit_s = time.monotonic()
+        await publishing
+        await readers.all_have(WARM, survivors, 20.0)
+        log.info("%s over nixl: survivors %.3f s", how, time.monotonic() - hit_s)
+        assert time.monotonic() - hit_s < DEAD_AFTER_S + 2.0 + 3 * span_s
+        for version in (WARM + 1, WARM + 2, WARM + 3):  # slots are used again, but not those the dead one may write to
+            await sink.publish(version, weights(version, MIB))
+            await readers.all_have(version, survivors, 20.0)
 
 
 async def in_chain(chain: kit.ChainOfProcesses, relay_id: str) -> None:

@@ -87,6 +87,14 @@ def test_the_relay_near_the_learner_leads_unless_there_are_weights_already():
     assert ids(joined(chain_of(1, 2), near, {"r1": 4})) == ["r1", "r2", "r9"]
 
 
+def test_a_relay_that_alone_has_the_newest_version_leads_when_it_comes_back():
+    held = {"r1": 4, "r2": 4}
+    assert ids(joined(chain_of(1, 2), member(3), held | {"r3": 5})) == ["r3", "r1", "r2"]
+    assert ids(joined(chain_of(1, 2), member(3), held | {"r3": 4})) == ["r1", "r2", "r3"]
+    assert ids(joined(chain_of(1, 2), member(3), {"r3": 0})) == ["r3", "r1", "r2"]
+    assert ids(joined(Chain(), member(3), {"r3": 5})) == ["r3"]
+
+
 def test_a_keeper_that_starts_anew_goes_on_from_the_epoch_that_relays_have_seen():
     assert joined(Chain(), member(1), {}, known_epoch=17).epoch == 18
 

@@ -163,6 +163,7 @@ class Join(Struct, frozen=True, tag=True, kw_only=True):
 
     member: Member
     epoch: Count
+    newest: int | None = None
 
 
 class Beat(Struct, frozen=True, tag=True, kw_only=True):

@@ -105,7 +105,8 @@ class ChainKeeper:
         life = _Life(join.member, at_s=asyncio.get_running_loop().time())
         relay_id = join.member.relay_id
         self._lives[relay_id] = life
-        self._change(joined(self.chain, join.member, self._newest(), join.epoch), f"{relay_id} joined")
+        newest = self._newest() | {relay_id: join.newest}
+        self._change(joined(self.chain, join.member, newest, join.epoch), f"{relay_id} joined")
         reason = "its connection ended"
         try:
             await self._until_closed(frames, self._hear_beats(life, frames))

@@ -173,7 +173,7 @@ class ChainMember:
         place = RelayPlace(relay_id=rules.relay_id, rack=rules.rack, machine=rules.machine)
         host, port = self.address
         member = Member(place=place, host=host, port=port, near_learner=rules.near_learner)
-        join = Join(member=member, epoch=self.chain.epoch)
+        join = Join(member=member, epoch=self.chain.epoch, newest=await self._service.newest())
         frames = await connect_to_keeper(rules.keeper_host, rules.keeper_port, self._secret, join, rules.deadline_s)
         beating = asyncio.ensure_future(self._beat(frames))
         try:

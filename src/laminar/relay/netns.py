@@ -46,6 +46,11 @@ class Lab:
         """Pull a machine's cable: packets vanish, nobody is told."""
         _ip("-n", self._hub, "link", "set", f"port{index}", "down")
 
+    def throttle(self, index: int, mbit_per_s: float) -> None:
+        """Let a shaped link carry so much from now on, each way."""
+        for namespace, device in ((self._hub, f"port{index}"), (self.machines[index].name, "eth0")):
+            _shape("change", namespace, device, mbit_per_s)
+
     def mend(self, index: int) -> None:
         """Plug it in again."""
         _ip("-n", self._hub, "link", "set", f"port{index}", "up")
@@ -99,8 +104,12 @@ def _add(machine: Machine, hub: str, index: int, mbit_per_s: float | None) -> No
         _ip("-n", machine.name, "link", "set", device, "up")
     if mbit_per_s is not None:
         for namespace, device in ((hub, port), (machine.name, "eth0")):
-            shape = ("tbf", "rate", f"{mbit_per_s:g}mbit", "burst", BURST, "latency", QUEUE)
-            _run("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", *shape)
+            _shape("add", namespace, device, mbit_per_s)
+
+
+def _shape(verb: str, namespace: str, device: str, mbit_per_s: float) -> None:
+    shape = ("tbf", "rate", f"{mbit_per_s:g}mbit", "burst", BURST, "latency", QUEUE)
+    _run("tc", "-n", namespace, "qdisc", verb, "dev", device, "root", *shape)
 
 
 def _sweep() -> None:

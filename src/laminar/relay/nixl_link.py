@@ -10,6 +10,7 @@ progress within the deadline has failed, for the library itself never gives up o
 import contextlib
 import importlib
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -241,7 +242,9 @@ class NixlLink:
 def _library() -> Any:
     for package in PACKAGES:
         with contextlib.suppress(ImportError):
-            return importlib.import_module(f"{package}._api")
+            api = importlib.import_module(f"{package}._api")
+            api.logger.setLevel(logging.WARNING)  # it would print to standard output
+            return api
     raise UserError(
         "a relay.link other than tcp needs NIXL: pip install --no-deps nixl-cu12 (all that it needs is here already)"
     )

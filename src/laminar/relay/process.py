@@ -44,12 +44,18 @@ Order = KeepOrder | RelayOrder
 
 
 class PrintedEvents:
-    """Events as lines of standard output; `t` is the machine's monotonic clock, for measuring across processes."""
+    """Events as lines of standard output; `t` is the machine's monotonic clock, for measuring across processes.
+
+    Standard output is ours alone from here on: what libraries print there goes to standard error.
+    """
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._file = os.fdopen(os.dup(1), "wb", buffering=0)
+        os.dup2(2, 1)
 
     def emit(self, kind: str, **fields: Any) -> None:
-        line = msgspec.json.encode({"t": time.monotonic(), "kind": kind, **fields})
-        sys.stdout.write(line.decode() + "\n")
-        sys.stdout.flush()
+        self._file.write(msgspec.json.encode({"t": time.monotonic(), "kind": kind, **fields}) + b"\n")
 
 
 async def run_relay(service: RelayService, member: ChainMember) -> None:

@@ -58,13 +58,16 @@ def joined(chain: Chain, member: Member, newest: Mapping[str, int | None], known
     """The chain with one more relay, beside those of its machine or rack, else at the end.
 
     `known_epoch` is what the relay has seen: a keeper that starts anew goes on from there. A chain without weights is
-    led by a relay near the learner; one that has weights keeps its master.
+    led by a relay near the learner; one that has weights keeps its master, unless the new relay alone has a newer
+    version: a master that was thought dead after it had taken one.
     """
     chain = left(chain, {member.relay_id}, newest) if member.relay_id in _ids(chain) else chain
     others = list(chain.members)
     others.insert(_place_for(others, member), member)
     members = tuple(others)
-    if member.near_learner and not any(m.near_learner for m in chain.members) and not _has_weights(newest, members):
+    if _is_newest(member, chain.members, newest):
+        members = (member, *chain.members)
+    elif member.near_learner and not any(m.near_learner for m in chain.members) and not _has_weights(newest, members):
         order = plan_chain([m.place for m in members], member.relay_id)
         members = _ordered(members, order)
     return Chain(epoch=max(chain.epoch, known_epoch) + 1, members=members)
@@ -117,6 +120,12 @@ def _place_for(members: list[Member], new: Member) -> int:
         if beside:
             return beside[-1] + 1
     return len(members)
+
+
+def _is_newest(new: Member, members: Collection[Member], newest: Mapping[str, int | None]) -> bool:
+    held = newest.get(new.relay_id)
+    others = [version for member in members if (version := newest.get(member.relay_id)) is not None]
+    return held is not None and bool(members) and held > max(others, default=-1)
 
 
 def _has_weights(newest: Mapping[str, int | None], members: Collection[Member]) -> bool:
