@@ -131,10 +131,9 @@ def bench_recovery(
 
     benching.recovery(recipe, overrides or [], repeats=repeats, as_json=as_json)
 
+
 relay_app = typer.Typer(help="Weights in host memory.", no_args_is_help=True, rich_markup_mode=None)
-bench_app = typer.Typer(help="Measure parts of Laminar on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(relay_app, name="relay")
-app.add_typer(bench_app, name="bench")
 
 
 @relay_app.command("status")
@@ -149,7 +148,7 @@ def relay_status(
     relaying.status(run, keeper, secret_file)
 
 
-@bench_app.command("relay")
+@bench.command("relay")
 def bench_relay(
     mib: Annotated[int, typer.Option(min=1, help="Size of the large model.")] = 1024,
     repeat: Annotated[int, typer.Option(min=1, help="Versions to measure.")] = 9,

@@ -75,6 +75,7 @@ class PublishSkipped(Fact, frozen=True, kw_only=True):
     version: int
     reason: str = ""
 
+
 class Listening(Fact, frozen=True, kw_only=True):
     """A relay, or the keeper of a chain, accepts connections of other machines there."""
 
