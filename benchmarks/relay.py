@@ -1,223 +1,208 @@
-"""How long weights take from the learner to a replica over one machine's relay; prints one JSON line.
+"""Weights over one machine's relay, beside what they would be moved by otherwise; prints one JSON line.
 
-    python benchmarks/relay.py                # a 1 GiB model of 302 tensors, and the model of recipes/gcd
-    python benchmarks/relay.py --mib 4096     # needs about seven times as much memory
+    python benchmarks/relay.py                       # a 1 GiB model of 302 tensors, and the shapes of SmolLM2-135M
+    python benchmarks/relay.py --mib 4096 --only relay file
     GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x100000 python benchmarks/relay.py
 
-Times are medians in milliseconds over interleaved repetitions; `memcpy` is one numpy copy of as many bytes into warm
-memory, `memcpy_by_tensor` the same in pieces of the model's tensors. `publish_stall` is how long the learner's tensors
-were being read, `visible` how long after the call to `publish` a waiting reader has the version, `swap_in` the copy
-from a lease into tensors of one's own, `map` what it takes to have all tensors of a lease. The relay is another
-process.
+What the times mean: `laminar.relay.benchmark`. Peers move the same tensors in the same run: `file` is torch.save and
+torch.load over /dev/shm, `ray` the object store (put here, get in another process), `gloo` a broadcast from one process
+to another; `tcp` sends versions from one relay to the next over unshaped loopback, with iperf3 beside it.
 """
 
 import argparse
 import asyncio
-import itertools
 import json
+import multiprocessing
 import os
-import platform
+import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from laminar.relay.client import ClientRules
+from laminar.relay import benchmark
+from laminar.relay.benchmark import SECRET, Model, Options, seconds, started
+from laminar.relay.member import ChainRules
+from laminar.relay.process import KeepOrder, RelayOrder
 from laminar.relay.publisher import WeightPublisher
-from laminar.relay.reader import WeightReader
-from laminar.relay.tensors import copy_all
 
-SECRET = b"benchmark"
-RULES = ClientRules(connect_s=60.0)
-
-RELAY = f"""
-import asyncio, pathlib, sys
-from laminar.relay.service import RelayService
-asyncio.run(RelayService(socket_path=pathlib.Path(sys.argv[1]), secret={SECRET!r}, keep_versions=2).run())
-"""
-Times = dict[str, list[float]]
+PORT = 7_600
+IPERF_S = 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024, help="size of the large model")
     parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=1, help="copy threads of the publisher")
+    parser.add_argument("--threads", type=int, help="copy threads of the publisher; default: as it chooses")
     parser.add_argument("--dtype", default="keep", choices=["keep", "bfloat16"], help="cast to this on the way")
+    parser.add_argument("--only", nargs="+", default=["relay", "file", "gloo", "ray", "tcp"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    models = {f"{options.mib} MiB": large_model(options.mib << 20, options.dtype), "recipes/gcd": gcd_model()}
-    rows = [measure(name, model, options) for name, model in models.items()]
-    print(json.dumps({"benchmark": "relay", "machine": machine(), "dtype": options.dtype, "rows": rows}))
-
-
-def large_model(num_bytes: int, dtype: str) -> dict[str, torch.Tensor]:
-    """25 layers of 12 tensors in the proportions of a Llama, an embedding and a norm."""
-    make = torch.float32 if dtype == "bfloat16" else torch.bfloat16
-    parts = {"q": 0.1, "k": 0.03, "v": 0.03, "o": 0.1, "gate": 0.245, "up": 0.245, "down": 0.245}
-    parts |= dict.fromkeys(("norm1", "norm2", "q_bias", "k_bias", "v_bias"), 1e-05)
-    num_elements = num_bytes // make.itemsize
-    sizes = {
-        f"layers.{n}.{name}": int(part * 0.88 / 25 * num_elements) for n in range(25) for name, part in parts.items()
+    rules = Options(repeat=options.repeat, threads=options.threads, dtype=options.dtype)
+    models = {
+        f"{options.mib} MiB": benchmark.large_model(options.mib << 20, options.dtype),
+        "SmolLM2-135M": benchmark.smollm2_135m(),
     }
-    sizes |= {"embed": int(0.12 * num_elements), "norm": 2_048}
-    return {name: torch.full((size,), 0.5, dtype=make) for name, size in sizes.items()}
-
-
-def gcd_model() -> dict[str, torch.Tensor]:
-    """The shapes of recipes/gcd: 128 wide, 3 layers, float32, tied embeddings."""
-    layer = {"q": (128, 128), "k": (64, 128), "v": (64, 128), "o": (128, 128)}
-    layer |= {"gate": (256, 128), "up": (256, 128), "down": (128, 256), "norm1": (128,), "norm2": (128,)}
-    tensors = {f"layers.{n}.{name}": torch.randn(shape) for n in range(3) for name, shape in layer.items()}
-    tensors |= {"embed": torch.randn(64, 128), "norm": torch.randn(128)}
-    return tensors | {"head": tensors["embed"]}
-
-
-def measure(name: str, model: dict[str, torch.Tensor], options: argparse.Namespace) -> dict[str, object]:
-    """One row: run a relay, publish and read."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "relay.sock"
-        relay = subprocess.Popen([sys.executable, "-c", RELAY, str(path)])
-        try:
-            times, facts = asyncio.run(measure_links(path, model, options))
-        finally:
-            relay.kill()
-            relay.wait()
-    measure_file(model, times)
-    medians = {key: round(statistics.median(values) * 1e3, 3) for key, values in sorted(times.items())}
-    ratios = {
-        "publish_stall / memcpy": ratio(times, "publish_stall", "memcpy"),
-        "publish_stall / memcpy_by_tensor": ratio(times, "publish_stall", "memcpy_by_tensor"),
-        "swap_in / memcpy": ratio(times, "swap_in", "memcpy"),
-        "swap_in / memcpy_by_tensor": ratio(times, "swap_in", "memcpy_by_tensor"),
+    rows = []
+    for name, model in models.items():
+        row = benchmark.measure(name, model, rules) if "relay" in options.only else {"model": name}
+        for peer, measure in (("file", over_file), ("gloo", over_gloo), ("ray", over_ray)):
+            if peer in options.only:
+                row[peer] = measure(model, max(1, options.repeat // 3))
+        rows.append(row)
+    result: dict[str, Any] = {
+        "benchmark": "relay",
+        "machine": benchmark.machine(),
+        "dtype": options.dtype,
+        "rows": rows,
     }
-    return {"model": name, "tensors": len(model), **facts, "ms": medians, "ratios": ratios}
+    result["machine"]["tunables"] = os.environ.get("GLIBC_TUNABLES", "")
+    if "tcp" in options.only:
+        result["tcp"] = over_tcp(options.mib, options.repeat)
+    print(json.dumps(result))
 
 
-async def measure_links(
-    path: Path, model: dict[str, torch.Tensor], options: argparse.Namespace
-) -> tuple[Times, dict[str, object]]:
-    times: Times = defaultdict(list)
-    async with (
-        WeightPublisher(path, SECRET, options.dtype, num_threads=options.threads, rules=RULES) as publisher,
-        WeightReader(path, SECRET, rules=RULES) as reader,
-        WeightReader(path, SECRET, rules=RULES) as waiter,
-    ):
-        await reader.newest()  # the relay is there
-        before_bytes = private_bytes()
-        first_s = await timed(publisher.publish(0, model))
-        publisher_bytes = private_bytes() - before_bytes
-        for version in range(1, 4):  # every slot is mapped and warm
-            await publisher.publish(version, model)
-            async with reader.lease() as weights:
-                own = {key: tensor.clone() for key, tensor in weights.tensors.items()}
-        payload_bytes = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in own.values()}.values())
-        copies = Memcpy(own)
-        for version in range(4, 4 + options.repeat):
-            waiting = asyncio.create_task(stamped(waiter.wait_newer(version - 1, 60.0)))
-            await asyncio.sleep(0)
-            copies.measure(times)
-            started_s = time.perf_counter()
-            times["publish_stall"].append(await publisher.publish(version, model))
-            times["publish"].append(time.perf_counter() - started_s)
-            times["visible"].append(await waiting - started_s)
-            await read(reader, own, times)
-        status = await reader.status()
-    facts: dict[str, object] = {
-        "payload_mib": round(payload_bytes / 2**20, 1),
-        "first_publish_ms": round(first_s * 1e3, 1),
-        "relay_slots": status.num_slots,
-        "relay_mib": round(status.slot_bytes / 2**20, 1),
-        "publisher_extra_mib": round(publisher_bytes / 2**20, 1),
-        "GiB_per_s": round(payload_bytes / 2**30 / statistics.median(times["publish_stall"]), 2),
-    }
-    return times, facts
-
-
-class Memcpy:
-    """The same bytes from one warm place to another, in one piece and in pieces of the model's tensors."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._sources = [
-            t.reshape(-1).view(torch.uint8).numpy() for t in {t.data_ptr(): t for t in tensors.values()}.values()
-        ]
-        num_bytes = sum(source.nbytes for source in self._sources)
-        self._source, self._target = np.ones(num_bytes, np.uint8), np.ones(num_bytes, np.uint8)
-        bounds = np.cumsum([0, *(source.nbytes for source in self._sources)])
-        self._targets = [self._target[a:b] for a, b in itertools.pairwise(bounds)]
-
-    def measure(self, times: Times) -> None:
-        times["memcpy"].append(seconds(lambda: np.copyto(self._target, self._source)))
-        times["memcpy_by_tensor"].append(seconds(self._by_tensor))
-
-    def _by_tensor(self) -> None:
-        for target, source in zip(self._targets, self._sources, strict=True):
-            np.copyto(target, source)
-
-
-async def read(reader: WeightReader, own: dict[str, torch.Tensor], times: Times) -> None:
-    started_s = time.perf_counter()
-    async with reader.lease() as weights:
-        pairs = [(own[key], tensor) for key, tensor in weights.tensors.items()]
-        times["map"].append(time.perf_counter() - started_s)
-        times["swap_in"].append(seconds(lambda: copy_all(pairs)))
-
-
-def measure_file(model: dict[str, torch.Tensor], times: Times) -> None:
-    """What it replaces: a file in memory, written by one process and read by the other."""
+def over_file(model: Model, repeat: int) -> dict[str, float]:
+    """A file in memory, written by one process and read by the other."""
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    saves, loads = [], []
     with tempfile.TemporaryDirectory(dir=folder) as name:
         path = Path(name) / "weights.pt"
-        for _ in range(3):
-            times["torch_save"].append(seconds(lambda: torch.save(model, path)))
-            times["torch_load"].append(seconds(lambda: torch.load(path)))
+        for _ in range(repeat):
+            saves.append(seconds(lambda: torch.save(model, path)))
+            loads.append(seconds(lambda: torch.load(path)))
+    return milliseconds(save=saves, load=loads)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    started_s = time.perf_counter()
-    work()
-    return time.perf_counter() - started_s
+def over_gloo(model: Model, repeat: int) -> dict[str, float]:
+    """torch.distributed.broadcast of every tensor; the time of the sender, who waits for the receiver."""
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model.items()}
+    context = multiprocessing.get_context("spawn")
+    receiver = context.Process(target=gloo_rank, args=(1, shapes, repeat, None))
+    receiver.start()
+    times: list[float] = []
+    gloo_rank(0, shapes, repeat, model, times)
+    receiver.join()
+    return milliseconds(broadcast=times[1:])
 
 
-async def timed(work) -> float:
-    started_s = time.perf_counter()
-    await work
-    return time.perf_counter() - started_s
+def gloo_rank(rank: int, shapes: dict, repeat: int, model: Model | None, times: list[float] | None = None) -> None:
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{PORT}", rank=rank, world_size=2)
+    tensors = model or {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    unique = list({name: t for name, t in tensors.items() if name != "head"}.values())
+    for _ in range(repeat + 1):
+        dist.barrier()
+        started_s = time.perf_counter()
+        for tensor in unique:
+            dist.broadcast(tensor.view(torch.uint8) if tensor.dim() else tensor, 0)
+        dist.barrier()
+        if times is not None:
+            times.append(time.perf_counter() - started_s)
+    dist.destroy_process_group()
 
 
-async def stamped(work) -> float:
-    await work
-    return time.perf_counter()
+def over_ray(model: Model, repeat: int) -> dict[str, float]:
+    """Ray's object store, which takes numpy arrays without a copy too many but not torch tensors."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    num_bytes = sum(tensor.nbytes for tensor in model.values())
+    ray.init(
+        num_cpus=2, object_store_memory=4 * num_bytes + (200 << 20), include_dashboard=False, logging_level="ERROR"
+    )
+
+    @ray.remote
+    class Replica:
+        def load(self, reference: list) -> float:
+            started_s = time.perf_counter()
+            arrays = ray.get(reference[0])
+            own = [array.copy() for array in arrays]
+            return time.perf_counter() - started_s + 0 * len(own)
+
+    arrays = [tensor.view(torch.uint8).numpy() for name, tensor in model.items() if name != "head"]
+    replica = Replica.remote()
+    puts, gets = [], []
+    for _ in range(repeat + 1):
+        started_s = time.perf_counter()
+        reference = ray.put(arrays)
+        puts.append(time.perf_counter() - started_s)
+        gets.append(ray.get(replica.load.remote([reference])))
+        del reference
+    ray.shutdown()
+    return milliseconds(put=puts[1:], get_and_copy=gets[1:])
 
 
-def ratio(times: Times, one: str, other: str) -> float:
-    return round(statistics.median(times[one]) / statistics.median(times[other]), 2)
+def over_tcp(mib: int, repeat: int) -> dict[str, Any]:
+    """From one relay to the next over loopback, and what iperf3 reaches with one stream just before and after."""
+    iperf = [iperf_gib_per_s()]
+    with tempfile.TemporaryDirectory() as folder, started(KeepOrder(secret=SECRET)) as keeper:
+        orders = [
+            RelayOrder(
+                secret=SECRET,
+                socket_path=f"{folder}/{name}",
+                rules=ChainRules(
+                    relay_id=name, keeper_host=keeper.host, keeper_port=keeper.port, with_deltas=False, beat_s=0.2
+                ),
+            )
+            for name in ("first", "second")
+        ]
+        with started(orders[0]):
+            keeper.until(lambda event: event["kind"] == "chain_changed")
+            with started(orders[1]) as second:
+                keeper.until(lambda event: event["kind"] == "chain_changed")
+                rates = asyncio.run(tcp_rates(Path(folder) / "first", second, mib, repeat))
+    iperf.append(iperf_gib_per_s())
+    result: dict[str, Any] = {"link_GiB_per_s": round(statistics.median(rates), 2), "best": round(max(rates), 2)}
+    known = [rate for rate in iperf if rate]
+    if known:
+        result |= {
+            "iperf3_GiB_per_s": [round(rate, 2) for rate in known],
+            "link / iperf3": round(statistics.median(rates) / statistics.median(known), 2),
+        }
+    return result
 
 
-def private_bytes() -> int:
-    """Memory of this process alone; 0 where /proc does not tell."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+async def tcp_rates(path: Path, second: benchmark.Started, mib: int, repeat: int) -> list[float]:
+    rates = []
+    async with WeightPublisher(path, SECRET, rules=benchmark.RULES) as publisher:
+        for version in range(benchmark.WARM_UP + repeat):
+            bits = np.random.default_rng(version).integers(0, 1 << 62, mib << 17)
+            await publisher.publish(version, {"w": torch.from_numpy(bits)})
+            arrived = second.until(lambda e, v=version: e["kind"] == "weights_arrived" and e["version"] == v)
+            if version >= benchmark.WARM_UP:
+                rates.append(arrived["num_bytes"] / 2**30 / arrived["seconds"])
+    return rates
 
 
-def machine() -> dict[str, object]:
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 1),
-        "torch": torch.__version__,
-        "tunables": os.environ.get("GLIBC_TUNABLES", ""),
-    }
+def iperf_gib_per_s() -> float | None:
+    """One stream over loopback; None if the program is not installed."""
+    if shutil.which("iperf3") is None:
+        return None
+    with subprocess.Popen(["iperf3", "-s", "-1", "-p", str(PORT + 1)], stdout=subprocess.DEVNULL) as server:
+        try:
+            for _ in range(50):
+                command = ["iperf3", "-c", "127.0.0.1", "-p", str(PORT + 1), "-t", str(IPERF_S), "-J"]
+                done = subprocess.run(command, capture_output=True, text=True)
+                received = json.loads(done.stdout or "{}").get("end", {}).get("sum_received")
+                if received is not None:
+                    return float(received["bits_per_second"]) / 8 / 2**30
+                time.sleep(0.1)
+        finally:
+            server.kill()
+    return None
+
+
+def milliseconds(**times: list[float]) -> dict[str, float]:
+    return {f"{name}_ms": round(statistics.median(values) * 1e3, 1) for name, values in times.items()}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
+import importlib.util
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from laminar.relay.keeper import ChainKeeper, ChainWatch
 from laminar.relay.manifest import DTYPE_BYTES
+from laminar.relay.member import ChainMember, ChainRules
 from laminar.relay.memory_link import MemoryLink
+from laminar.relay.nixl_link import PACKAGES
+from laminar.relay.process import run_relay
 from laminar.relay.publisher import WeightPublisher
+from laminar.relay.pushing import ChainPublisher
 from laminar.relay.reader import WeightReader
 from laminar.relay.service import RelayService
 from laminar.relay.tensors import Slice
@@ -51,12 +58,110 @@ async def socket_link(folder: Path, dtype: str) -> AsyncIterator[Link]:
         await running
 
 
-LINKS = {"memory": memory_link, "socket": socket_link}
+@contextlib.asynccontextmanager
+async def chain_link(folder: Path, dtype: str, kind: str = "tcp", *, pushed: bool = False) -> AsyncIterator[Link]:
+    """Two relays: the learner publishes to the first one, the replica reads from the second."""
+    async with contextlib.AsyncExitStack() as stack:
+        keeper = ChainKeeper(host="127.0.0.1", port=0, secret=SECRET)
+        await stack.enter_async_context(running(keeper.run()))
+        await keeper.listening.wait()
+        host, port = keeper.address
+        first, second = [
+            await stack.enter_async_context(chained(folder / name, name, kind, host, port)) for name in ("one", "two")
+        ]
+        if pushed:
+            watch = ChainWatch(host, port, SECRET)
+            await stack.enter_async_context(running(watch.run()))
+            publisher: Any = ChainPublisher(watch, SECRET, dtype)
+        else:
+            publisher = await stack.enter_async_context(WeightPublisher(folder / "one", SECRET, dtype))
+        reader = await stack.enter_async_context(WeightReader(folder / "two", SECRET))
+        yield Link(Awaited(publisher, second), reader, Both(first, second))
+
+
+@contextlib.asynccontextmanager
+async def chained(path: Path, relay_id: str, kind: str, host: str, port: int) -> AsyncIterator[RelayService]:
+    service = RelayService(socket_path=path, secret=SECRET, keep_versions=KEEP_VERSIONS)
+    rules = ChainRules(relay_id=relay_id, keeper_host=host, keeper_port=port, link=kind, beat_s=0.2)
+    member = ChainMember(service, SECRET, rules)
+    async with running(run_relay(service, member)):
+        await member.listening.wait()
+        while relay_id not in [known.relay_id for known in member.chain.members]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        yield service
+
+
+@contextlib.asynccontextmanager
+async def running(loop: Any) -> AsyncIterator[None]:
+    task = asyncio.create_task(loop)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+class Awaited:
+    """A sink whose `publish` returns when the end of the chain has heard of it, as the suite expects to read it."""
+
+    def __init__(self, sink: Any, last: RelayService) -> None:
+        self._sink = sink
+        self._last = last
+
+    async def publish(self, version: int, tensors: Any) -> float:
+        try:
+            stall_s = await self._sink.publish(version, tensors)
+        except BaseException:
+            await self._until(lambda status: not status.incoming)
+            raise
+        await self._until(lambda status: version in [held.version for held in status.versions])
+        return stall_s
+
+    async def _until(self, condition: Callable[[Any], bool]) -> None:
+        async with asyncio.timeout(10.0):
+            while not condition(await self._last.status()):  # noqa: ASYNC110 (the relay has no event for it)
+                await asyncio.sleep(0.001)
+
+
+class Both:
+    """What the manager sees of two relays: what it orders goes to both, what it asks is about the last."""
+
+    def __init__(self, first: RelayService, last: RelayService) -> None:
+        self._first = first
+        self._last = last
+
+    async def pin(self, versions: Any) -> None:
+        for relay in (self._first, self._last):
+            await relay.pin(versions)
+
+    async def rewind(self, version: int) -> None:
+        await self._first.rewind(version)
+        async with asyncio.timeout(10.0):
+            while (newest := await self._last.newest()) is not None and newest > version:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+    async def status(self) -> Any:
+        return await self._last.status()
+
+
+LINKS = {
+    "memory": memory_link,
+    "socket": socket_link,
+    "tcp chain": chain_link,
+    "pushed to a tcp chain": functools.partial(chain_link, pushed=True),
+    "nixl chain": functools.partial(chain_link, kind="nixl-tcp"),
+}
 
 OpenLink = Callable[..., contextlib.AbstractAsyncContextManager[Link]]
 
 
-@pytest.fixture(params=LINKS)
+NIXL = pytest.mark.skipif(
+    not any(importlib.util.find_spec(package) for package in PACKAGES), reason="NIXL is not installed (extra `rdma`)"
+)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=NIXL if "nixl" in name else ()) for name in LINKS])
 def open_link(request: pytest.FixtureRequest, tmp_path: Path) -> OpenLink:
     return lambda dtype="keep": LINKS[request.param](tmp_path, dtype)
 

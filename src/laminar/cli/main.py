@@ -132,6 +132,34 @@ def bench_recovery(
     benching.recovery(recipe, overrides or [], repeats=repeats, as_json=as_json)
 
 
+relay_app = typer.Typer(help="Weights in host memory.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(relay_app, name="relay")
+
+
+@relay_app.command("status")
+def relay_status(
+    run: Annotated[Path | None, typer.Argument(metavar="[RUN]", help="Folder of a live run.")] = None,
+    keeper: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Of a chain, instead of a run.")] = None,
+    secret_file: Annotated[Path | None, typer.Option(help="With --keeper: file with the chain's secret.")] = None,
+) -> None:
+    """Show versions, ages, sizes and readers; of a chain its order, and the rate of each hop."""
+    from laminar.cli import relaying
+
+    relaying.status(run, keeper, secret_file)
+
+
+@bench.command("relay")
+def bench_relay(
+    mib: Annotated[int, typer.Option(min=1, help="Size of the large model.")] = 1024,
+    repeat: Annotated[int, typer.Option(min=1, help="Versions to measure.")] = 9,
+    threads: Annotated[int | None, typer.Option(min=1, help="Copy threads of the publisher.")] = None,
+) -> None:
+    """Publish and read weights over one relay, beside plain copies of as many bytes."""
+    from laminar.cli import relaying
+
+    relaying.bench(mib, repeat, threads)
+
+
 def main() -> None:
     """Entry point: what the user can mend exits with 2, what failed with 1, each with one sentence."""
     try:

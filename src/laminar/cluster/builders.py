@@ -28,11 +28,15 @@ FLUSH_EVENTS_S = 0.2
 @asynccontextmanager
 async def relay(spec: Spec) -> AsyncIterator[Service]:
     """The process that holds weights in host memory."""
+    from laminar.relay.address import RelayAddress, write_address
     from laminar.relay.service import RelayService
 
+    socket_path = relay_socket(spec.place)
+    address = RelayAddress(socket_path=str(socket_path), secret=spec.place.secret)
     async with _events(spec.place, "relay") as events:
+        write_address(spec.place.folder, address)
         yield RelayService(
-            socket_path=relay_socket(spec.place),
+            socket_path=socket_path,
             secret=spec.place.secret,
             keep_versions=spec.config.relay.keep_versions,
             events=events,

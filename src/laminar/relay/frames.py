@@ -43,7 +43,7 @@ class WrongSecret(Exception):
 
 
 class FrameSocket:
-    """A connected Unix socket that speaks in frames. One task sends and one receives at a time."""
+    """A connected socket that speaks in frames. One task sends and one receives at a time."""
 
     def __init__(self, sock: socket.socket, *, takes_fds: bool) -> None:
         sock.setblocking(False)
@@ -78,6 +78,13 @@ class FrameSocket:
         if not self._fds:
             raise BadFrame("a descriptor was announced but did not come")
         return self._fds.popleft()
+
+    def hand_over(self) -> socket.socket:
+        """Give the socket to somebody who reads it another way. Raises `BadFrame` if the peer has said too much."""
+        if self._buffer or self._fds:
+            raise BadFrame("the peer spoke before it was asked")
+        self._closed = True
+        return self._sock
 
     def shut_down(self) -> None:
         """End the stream in both directions; whoever is inside `send` or `receive` gets `PeerLost`."""

@@ -48,6 +48,26 @@ class TensorEntry(Struct, frozen=True, array_like=True):
     def end(self) -> int:
         return self.offset + self.num_bytes
 
+    def runs(self, start: Shape, shape: Shape) -> Iterator[tuple[int, int]]:
+        """Where the block of this shape that begins at `start` lies: runs of bytes in the order of its elements.
+
+        Raises `ManifestError` if the tensor has no such block.
+        """
+        if not len(start) == len(shape) == len(self.shape) or any(
+            not 0 <= first <= first + size <= whole for first, size, whole in zip(start, shape, self.shape, strict=True)
+        ):
+            raise ManifestError(f"{self.name}: no block of shape {shape} at {start} in a tensor of shape {self.shape}")
+        if not math.prod(shape):
+            return
+        split = max((dim for dim in range(len(shape)) if shape[dim] != self.shape[dim]), default=0)
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(shape))]
+        size = DTYPE_BYTES[self.dtype]
+        run_bytes = math.prod(shape[split:]) * size
+        for outer in itertools.product(*(range(f, f + n) for f, n in zip(start[:split], shape[:split], strict=True))):
+            index = (*outer, *start[split:])
+            begin = self.offset + sum(i * stride for i, stride in zip(index, strides, strict=True)) * size
+            yield begin, begin + run_bytes
+
 
 class Manifest(Struct, frozen=True, kw_only=True):
     """The layout of one version."""

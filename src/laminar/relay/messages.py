@@ -80,12 +80,16 @@ class ReleaseLease(Struct, frozen=True, tag=True):
 
 
 class Reserve(Struct, frozen=True, tag=True):
-    """-> Reserved: memory for part `part` of `num_parts` of a version."""
+    """-> Reserved: memory for part `part` of `num_parts` of a version.
+
+    `content` stands for these weights wherever they go; None: their checksum will.
+    """
 
     version: int
     manifest: Manifest
     part: Count
     num_parts: Annotated[int, Meta(ge=1, le=1 << 20)]
+    content: Annotated[int, Meta(ge=0)] | None = None
 
 
 class Commit(Struct, frozen=True, tag=True):

@@ -99,13 +99,18 @@ class WeightPublisher:
         pieces = (Piece(name=e.name, start=(0,) * len(e.shape), data=tensors[e.name]) for e in mine)
         return await self.write_pieces(version, manifest, pieces)
 
-    async def write_pieces(self, version: int, manifest: Manifest, pieces: Iterable[Piece]) -> Written:
-        """Write the blocks that this rank owns. All ranks give the same manifest, and together all blocks once."""
+    async def write_pieces(
+        self, version: int, manifest: Manifest, pieces: Iterable[Piece], content: int | None = None
+    ) -> Written:
+        """Write the blocks that this rank owns. All ranks give the same manifest, and together all blocks once.
+
+        `content` names these weights where they may also reach a relay another way; see `relay.pushing`.
+        """
         async with self._writing:
             clock = asyncio.get_running_loop().time
             started_s = clock()
             connection = await self._client.connection()
-            request = Reserve(version, manifest, self._part.index, self._part.count)
+            request = Reserve(version, manifest, self._part.index, self._part.count, content)
             deadline_s = self._client.rules.by_size_s(manifest.total_bytes)
             reserved = await connection.call(request, Reserved, deadline_s)
             try:

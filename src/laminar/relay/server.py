@@ -17,7 +17,6 @@ from typing import Protocol, cast
 import msgspec
 
 from laminar.relay.frames import BadFrame, FrameSocket, WrongSecret, challenge_peer
-from laminar.relay.manifest import Manifest
 from laminar.relay.messages import (
     Abandon,
     Answer,
@@ -77,7 +76,7 @@ class Relay(Protocol):
     async def status(self) -> RelayStatus: ...
     async def lease(self, peer: int, version: int | None) -> Lease: ...
     async def release(self, peer: int, lease_id: int) -> None: ...
-    async def reserve(self, peer: int, version: int, manifest: Manifest, part: int, num_parts: int) -> Reservation: ...
+    async def reserve(self, peer: int, request: Reserve) -> Reservation: ...
     async def commit(self, peer: int, reservation_id: int, part: int, num_bytes: int) -> None: ...
     async def abandon(self, peer: int, reservation_id: int) -> None: ...
 
@@ -111,7 +110,7 @@ async def serve_peers(listener: socket.socket, secret: bytes, relay: Relay, even
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as group:
         for peer in itertools.count(1):
-            sock = await _accept(loop, listener)
+            sock = await accept(loop, listener)
             group.create_task(_Session(peer, sock, secret, relay, events).run(), name=f"peer {peer}")
 
 
@@ -186,8 +185,8 @@ class _Session:
                 return await relay.lease(peer, version)
             case ReleaseLease(lease_id):
                 await relay.release(peer, lease_id)
-            case Reserve(version, manifest, part, num_parts):
-                return await relay.reserve(peer, version, manifest, part, num_parts)
+            case Reserve():
+                return await relay.reserve(peer, request)
             case Commit(reservation_id, part, num_bytes):
                 await relay.commit(peer, reservation_id, part, num_bytes)
             case Abandon(reservation_id):
@@ -229,7 +228,8 @@ class _Session:
         )
 
 
-async def _accept(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
+async def accept(loop: asyncio.AbstractEventLoop, listener: socket.socket) -> socket.socket:
+    """The next connection; waits while the system cannot give one."""
     while True:
         try:
             sock, _ = await loop.sock_accept(listener)

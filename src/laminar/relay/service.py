@@ -5,8 +5,8 @@ Invariant: a version is seen completely or not at all; whoever dies, the others 
 Two-phase publish: a writer reserves a slot, fills it through shared memory, commits; the relay takes the checksum in a
 thread; then the pointer moves. Readers lease versions; a lease ends with its connection.
 
-Not done here: passing versions on to other machines. A link to the next relay is one more reader of this store, and one
-more writer to the other.
+Versions that other machines send land in slots of the same store (`arrive`, `arrived`), and what is on `board` can be
+passed on while it comes in; `chain_member` does both.
 """
 
 import asyncio
@@ -16,9 +16,11 @@ import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from laminar.relay.arrivals import Arrival, Board
+from laminar.relay.chain_messages import VersionKey
 from laminar.relay.manifest import Manifest, ManifestError
 from laminar.relay.memory import available_bytes, gib
-from laminar.relay.messages import RelayStatus
+from laminar.relay.messages import RelayStatus, Reserve
 from laminar.relay.server import serve_peers, unix_listener
 from laminar.relay.slots import SharedSlot, SlotMemory
 from laminar.relay.store import Lease, Reservation, VersionStore
@@ -33,6 +35,15 @@ SLOT_WAIT_S = 60.0
 
 KEEP_READ_S = 10.0
 """What a reader read last is kept so long after its end: whoever watches it orders by then to keep it, or not."""
+
+CHUNK_BYTES = 1 << 20
+"""Of what a relay sends before the links of its chain were measured."""
+
+JOIN_S = 5.0
+"""A writer that comes while the relay joins its chain waits so long; joining takes milliseconds."""
+
+CHAIN = 0
+"""Stands for the chain among those who write to the store; local peers are counted from 1."""
 
 SPARE_FRACTION = 0.05
 """Share of the available memory that the relay leaves to the others on its machine."""
@@ -65,6 +76,11 @@ class RelayService:
         self._changed = asyncio.Event()
         self._growing = asyncio.Lock()
         self._outcomes: dict[int, asyncio.Future[None]] = {}
+        self._coming: dict[Arrival, Reservation] = {}
+        self.board = Board()
+        self.chunk_bytes_of: Callable[[int], int] = lambda num_bytes: CHUNK_BYTES
+        self.joined: asyncio.Event | None = None
+        self.refuses_writers: str | None = None
         self._peers: set[int] = set()
         self._ordered_pins: frozenset[int] = frozenset()
         self._read_last: dict[int, int] = {}
@@ -83,6 +99,8 @@ class RelayService:
                     await serve_peers(listener, self._secret, self, self._events)
             finally:
                 self._tasks = None
+                self.board.clear()
+                self._coming.clear()
                 self._store.close()
 
     # ---- for everybody
@@ -107,6 +125,8 @@ class RelayService:
     async def rewind(self, version: int) -> None:
         """Forget all versions after this one; for a learner that restarts from an older checkpoint."""
         self._store.rewind(version)
+        self.board.rewind(version)
+        self._coming = {arrival: r for arrival, r in self._coming.items() if not arrival.is_dropped}
         self._fail_torn()
         self._announce()
 
@@ -149,20 +169,30 @@ class RelayService:
         self._store.release(peer, lease_id)
         self._announce()
 
-    async def reserve(self, peer: int, version: int, manifest: Manifest, part: int, num_parts: int) -> Reservation:
-        """Memory for one part of a version; waits for some to be free."""
-        try:
-            manifest.validate()
-        except ManifestError as error:
-            raise RunFailed(f"the manifest of version {version} is wrong: {error}") from None
+    async def reserve(self, peer: int, request: Reserve) -> Reservation:
+        """Memory for one part of a version; waits for some to be free. Raises `Fenced` if this is not the master."""
+        await self.admit_writer()
+        version, manifest = request.version, request.manifest
+        _check(manifest, version)
         async with self._growing:
-            reservation = self._store.join(peer, version, manifest, part, num_parts)
+            await self._withdraw_all()
+            reservation = self._store.join(peer, version, manifest, request.part, request.num_parts)
             self._fail_torn()
             if reservation is None:
                 slot = await self._slot_for(version, manifest.total_bytes)
-                reservation = self._store.begin(peer, version, manifest, part, num_parts, slot)
+                reservation = self._store.begin(peer, version, manifest, request.part, request.num_parts, slot)
+                reservation.content = request.content
                 self._outcomes[reservation.reservation_id] = asyncio.get_running_loop().create_future()
         return reservation
+
+    async def admit_writer(self) -> None:
+        """Raise `Fenced` if weights are to go to another relay; a relay that has just started joins its chain first."""
+        if self.joined is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(JOIN_S):
+                    await self.joined.wait()
+        if self.refuses_writers is not None:
+            raise Fenced(self.refuses_writers)
 
     async def commit(self, peer: int, reservation_id: int, part: int, num_bytes: int) -> None:
         """A part is written; returns when the whole version can be seen."""
@@ -180,6 +210,84 @@ class RelayService:
         if self._store.is_writing(peer, reservation_id):
             self._store.abandon(reservation_id)
             self._fail_torn()
+
+    # ---- for the chain
+
+    async def arrive(self, key: VersionKey, manifest: Manifest, chunk_bytes: int | None) -> Arrival | None:
+        """Where a version goes that another machine sends; None if it is held. Again under the same key: what came
+        before is kept. A version of the same number with other weights is forgotten, and so are later ones; and if the
+        learner itself brings an older version than the newest, it went back.
+
+        `chunk_bytes` None: this relay is the first to have it, and cuts it as its chain wants it.
+        """
+        _check(manifest, key.version)
+        async with self._growing:
+            known = self.board.get(key.version)
+            if known is not None and known.key == key and not known.is_dropped:
+                if known.manifest != manifest:
+                    raise RunFailed(f"version {key.version} is held already, with other weights: versions never change")
+                if known.is_whole:
+                    return None
+                if chunk_bytes in (None, known.chunk_bytes):
+                    return known
+            await self._withdraw_all()
+            newest = self._store.newest()
+            is_behind = chunk_bytes is None and newest is not None and newest > key.version
+            if is_behind or self._store.held(key.version) is not None:
+                log.info("version %d comes with other weights; the learner went back", key.version)
+                await self.rewind(key.version - 1)
+            slot = await self._slot_for(key.version, manifest.total_bytes)
+            reservation = self._store.begin(CHAIN, key.version, manifest, 0, 1, slot)
+            size = chunk_bytes or self.chunk_bytes_of(manifest.total_bytes)
+            arrival = Arrival(key, manifest, slot, size, self.board.changed)
+            arrival.landed(manifest.gaps())
+            self._coming[arrival] = reservation
+            self.board.add(arrival)
+        return arrival
+
+    async def arrived(self, arrival: Arrival, checksum: int) -> None:
+        """All its bytes are there and agree with `checksum`: show it. Raises `Fenced` if it was dropped meanwhile."""
+        reservation = self._coming.pop(arrival, None)
+        if reservation is None:
+            raise Fenced(f"version {arrival.key.version} was dropped while it came in")
+        self._store.finish(reservation, checksum, asyncio.get_running_loop().time())
+        arrival.known_checksum = checksum
+        arrival.complete()
+        self._announce()
+        self._background().create_task(self._warm_up(arrival.total_bytes), name="slots for the next version")
+
+    async def withdraw(self, arrival: Arrival) -> None:
+        """No more of it will come, and nobody writes to it any more."""
+        self.board.remove(arrival)
+        reservation = self._coming.pop(arrival, None)
+        if reservation is not None:
+            self._store.withdraw(reservation)
+            self._announce()
+
+    async def _withdraw_all(self) -> None:
+        """There is one learner, and it brings one version at a time: what else was coming will never be complete."""
+        for arrival in list(self._coming):
+            await self.withdraw(arrival)
+
+    async def hold(self, arrival: Arrival) -> bool:
+        """Keep its memory as it is while a thread sends from it; False if it is gone. Then call `let_go`."""
+        held = self._store.held(arrival.key.version)
+        is_here = arrival in self._coming or (held is not None and held.slot is arrival.slot)
+        if is_here:
+            self._store.use(arrival.slot)
+        else:
+            self.board.remove(arrival)
+        return is_here
+
+    async def let_go(self, arrival: Arrival) -> None:
+        """The thread is done."""
+        self._store.unuse(arrival.slot)
+        self._announce()
+
+    async def taint(self, arrival: Arrival) -> None:
+        """A one-sided link to its memory broke: what the other side had under way may still land there. That is what
+        belongs there; but no other version may ever use this memory."""
+        self._store.taint(arrival.slot)
 
     # ---- inside
 
@@ -205,8 +313,18 @@ class RelayService:
             _fail(outcome, error)
         else:
             outcome.set_result(None)
+            self._post(reservation, checksum)
         self._announce()
         await self._warm_up(reservation.manifest.total_bytes)
+
+    def _post(self, reservation: Reservation, checksum: int) -> None:
+        """What was published here can be passed on."""
+        held = self._store.held(reservation.version)
+        if held is None or held.slot is not reservation.slot:
+            return  # it was held before
+        content = checksum if reservation.content is None else reservation.content
+        key, chunk_bytes = VersionKey(held.version, content), self.chunk_bytes_of(held.manifest.total_bytes)
+        self.board.add(Arrival.held(key, held.manifest, held.slot, chunk_bytes, self.board.changed, checksum))
 
     async def _slot_for(self, version: int, num_bytes: int) -> SlotMemory:
         """A free slot; makes one if there is memory, else waits for readers to let go of one."""
@@ -282,6 +400,7 @@ class RelayService:
 
     def _announce(self) -> None:
         """Wake all who wait for a version or a slot."""
+        self.board.keep(self._store.held_slots())
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -290,6 +409,13 @@ class RelayService:
         for reservation_id in self._outcomes.keys() - self._store.reservation_ids():
             error = Fenced("this version was begun anew by another writer, or a writer of another part of it was lost")
             _fail(self._outcomes.pop(reservation_id), error)
+
+
+def _check(manifest: Manifest, version: int) -> None:
+    try:
+        manifest.validate()
+    except ManifestError as error:
+        raise RunFailed(f"the manifest of version {version} is wrong: {error}") from None
 
 
 def _fail(outcome: "asyncio.Future[None]", error: LaminarError) -> None:

@@ -35,6 +35,10 @@ class SlotMemory(Protocol):
     slot_id: int
     num_bytes: int
 
+    def view(self) -> memoryview:
+        """All bytes, to read and to write."""
+        ...
+
     def checksum(self, num_bytes: int) -> int:
         """xxh3_64 of the first bytes; takes 0.1 s per GiB."""
         ...
@@ -64,10 +68,13 @@ class SharedSlot:
         while position < self.num_bytes:
             position += os.pwrite(self.write_fd, zeros[: self.num_bytes - position], position)
 
-    def checksum(self, num_bytes: int) -> int:
+    def view(self) -> memoryview:
         if self._map is None:
-            self._map = map_readable(self.read_fd, self.num_bytes)
-        return checksum(self._map, num_bytes)
+            self._map = map_writable(self.write_fd, self.num_bytes)
+        return memoryview(self._map)
+
+    def checksum(self, num_bytes: int) -> int:
+        return checksum(self.view(), num_bytes)
 
     def clear(self, manifest: Manifest) -> None:
         for start, end in manifest.gaps():
@@ -89,8 +96,11 @@ class PrivateSlot:
         self.num_bytes = whole_pages(num_bytes)
         self.memory = mmap.mmap(-1, self.num_bytes)
 
+    def view(self) -> memoryview:
+        return memoryview(self.memory)
+
     def checksum(self, num_bytes: int) -> int:
-        return checksum(self.memory, num_bytes)
+        return checksum(self.view(), num_bytes)
 
     def clear(self, manifest: Manifest) -> None:
         for start, end in manifest.gaps():
@@ -123,7 +133,7 @@ def populate(memory: mmap.mmap) -> None:
                 memory.madvise(MADV_POPULATE_WRITE, start, min(POPULATE_PIECE_BYTES, len(memory) - start))
 
 
-def checksum(memory: mmap.mmap, num_bytes: int) -> int:
+def checksum(memory: mmap.mmap | memoryview, num_bytes: int) -> int:
     """xxh3_64 of the first bytes of a map."""
     digest = xxhash.xxh3_64()
     with memoryview(memory) as view:

@@ -4,12 +4,14 @@ Invariants:
 - A version is seen only after all its parts were committed and its checksum taken.
 - A slot is written only between `begin` and the last `commit`, and never while anybody leases what lies in it.
 - A slot whose writer vanished is never used again: that process, or a child of it, might still write. Its memory goes
-  when the last map of it does.
+  when the last map of it does. What this process itself was writing is withdrawn instead, and its slot used again.
+- A slot that a thread of this process reads (`use`) is not written either.
 
 Which versions go is decided in `scheduling.retention`, when their memory is needed: a version that nobody needs any
 more can still be leased until the next one comes in. Nothing here waits, and nothing here is slow.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -49,6 +51,7 @@ class Reservation:
     manifest: Manifest
     num_parts: int
     slot: SlotMemory
+    content: int | None = None
     writers: dict[int, int] = field(default_factory=dict)
     committed: dict[int, int] = field(default_factory=dict)
 
@@ -79,6 +82,8 @@ class VersionStore:
         self._slots: dict[int, SlotMemory] = {}
         self._free: list[SlotMemory] = []
         self._layouts: dict[int, int] = {}
+        self._users: Counter[int] = Counter()
+        self._tainted: set[int] = set()
         self._last_id = 0
 
     # ---- readers
@@ -179,6 +184,12 @@ class VersionStore:
         if reservation is not None:
             self._retire(reservation.slot)
 
+    def withdraw(self, reservation: Reservation) -> None:
+        """Drop a version on its way in whose only writer is a thread of this process, which writes no more."""
+        if self._incoming.pop(reservation.reservation_id, None) is not None:
+            self._leaving.append(Held(reservation.version, reservation.manifest, 0, reservation.slot, 0.0))
+            self._tidy()
+
     def is_writing(self, holder: int, reservation_id: int) -> bool:
         """Whether parts of this reservation are missing and this holder is one of its writers."""
         reservation = self._incoming.get(reservation_id)
@@ -215,6 +226,29 @@ class VersionStore:
 
     # ---- slots
 
+    def use(self, slot: SlotMemory) -> None:
+        """A thread of this process reads the slot: keep what lies in it, also when its version goes."""
+        self._users[slot.slot_id] += 1
+
+    def unuse(self, slot: SlotMemory) -> None:
+        """It reads the slot no more."""
+        self._users[slot.slot_id] -= 1
+        if not self._users[slot.slot_id]:
+            del self._users[slot.slot_id]
+        self._tidy()
+
+    def taint(self, slot: SlotMemory) -> None:
+        """Never give this slot to another version."""
+        self._tainted.add(slot.slot_id)
+
+    def held(self, version: int) -> Held | None:
+        """A complete version."""
+        return self._held.get(version)
+
+    def held_slots(self) -> list[int]:
+        """Slots in which complete versions lie."""
+        return [held.slot.slot_id for held in self._held.values()]
+
     def add_slot(self, slot: SlotMemory) -> None:
         """A new slot, free."""
         self._slots[slot.slot_id] = slot
@@ -231,6 +265,8 @@ class VersionStore:
         if choice.evicted is not None:
             self._drop(self._held[choice.evicted])
             self._tidy()
+        if choice.slot_id not in self._slots:  # it was tainted
+            return self.find_slot(version, num_bytes, yield_pins=yield_pins)
         return self._slots[choice.slot_id]
 
     def wants_slot(self, num_bytes: int) -> bool:
@@ -309,13 +345,19 @@ class VersionStore:
         return states
 
     def _in_use(self) -> frozenset[int]:
-        return frozenset(lease.held.version for lease in self._leases.values())
+        used = (held.version for held in self._held.values() if held.slot.slot_id in self._users)
+        return frozenset(lease.held.version for lease in self._leases.values()) | frozenset(used)
 
     def _tidy(self) -> None:
         """Free the slots of what has left and is leased no more; close all but one spare slot beyond a steady run's."""
-        for held in [held for held in self._leaving if not self._num_leases(held)]:
+        idle = [h for h in self._leaving if not self._num_leases(h) and h.slot.slot_id not in self._users]
+        for held in idle:
             self._leaving.remove(held)
-            self._free.append(held.slot)
+            if held.slot.slot_id in self._tainted:
+                self._tainted.discard(held.slot.slot_id)
+                self._retire(held.slot)
+            else:
+                self._free.append(held.slot)
         unneeded = list(versions_to_evict(self._held, self._in_use(), self._pins, self._keep_versions))
         while len(self._slots) > self._keep_versions + 1 and len(self._free) + len(unneeded) > 1:
             if not self._free:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import Executor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -24,3 +25,17 @@ async def run_in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwa
         if not work.cancelled():
             work.exception()  # seen: the cancellation is what the caller gets
         raise
+
+
+async def run_until_stopped(function: Callable[[], T], stop: Callable[[], None], executor: Executor | None = None) -> T:
+    """Run it in a thread; a cancelled caller calls `stop`, which must make it end, and waits for that."""
+    work = asyncio.get_running_loop().run_in_executor(executor, function)
+    try:
+        return await asyncio.shield(work)
+    finally:
+        while not work.done():
+            stop()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([work])
+        if not work.cancelled():
+            work.exception()  # seen, also if the caller was cancelled

@@ -76,6 +76,33 @@ class PublishSkipped(Fact, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class Listening(Fact, frozen=True, kw_only=True):
+    """A relay, or the keeper of a chain, accepts connections of other machines there."""
+
+    host: str
+    port: int
+
+
+class ChainChanged(Fact, frozen=True, kw_only=True):
+    """The relays pass weights on in this order now; the first is the master. `reason` says who came or went."""
+
+    epoch: int
+    order: list[str]
+    reason: str
+
+
+class WeightsArrived(Fact, frozen=True, kw_only=True):
+    """A relay holds a version completely that came from another machine, `seconds` after its first byte was awaited;
+    `wire_bytes` of its `num_bytes` were sent: fewer if it came as changes."""
+
+    relay_id: str
+    version: int
+    num_bytes: int
+    wire_bytes: int = 0
+    chunk_bytes: int = 0
+    seconds: float = 0.0
+
+
 class Pulled(Fact, frozen=True, kw_only=True):
     """A replica has taken new weights, `seconds` after it asked; `freed_by_repack`: a repack had emptied it."""
 
