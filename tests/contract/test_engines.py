@@ -61,7 +61,9 @@ async def test_equal_seeds_draw_equal_tokens_and_other_seeds_others(ready):
     engine = await ready()
     first = await finish_all(engine, [ask("a"), ask("b")])
     again = await finish_all(engine, [ask("b"), ask("c"), ask("a")])
-    assert again["a"] == first["a"]
+    assert again["a"].token_ids == first["a"].token_ids
+    # What is computed together may change the last bits of a sum.
+    assert again["a"].logprobs == pytest.approx(first["a"].logprobs, abs=1e-4)
     assert first["a"].token_ids != first["b"].token_ids
 
 
