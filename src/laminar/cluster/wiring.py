@@ -119,6 +119,7 @@ def manager_rules(config: RunConfig) -> ManagerRules:
         if manager.repack.enabled and not config.deterministic
         else None,
         repack_every_s=manager.repack.every_s,
+        repack_dry_run=manager.repack.dry_run,
         tick_s=manager.heartbeat_s / 2,
         leases_every_s=manager.suspect_after_s,
     )

@@ -114,6 +114,8 @@ class RepackConfig(Section):
     unset."""
     hardware: Literal["H800", "H100", "H200", "A100-80G", "RTX 4090"] | None = None
     """Accelerator of the replicas, for `max_running: auto`."""
+    dry_run: bool = False
+    """Plan and tell of moves, but make none."""
     strict_idleness: bool = False
     """Idle only while KV use falls from one look to the next, as printed in the paper; default latches instead."""
 
