@@ -44,7 +44,7 @@ class Checker:
     def __init__(
         self,
         relays: Relays,
-        relay_of: Callable[[str], MachineRelay | None],
+        relay_of: Callable[[str, int], MachineRelay | None],
         *,
         mixes_versions: bool,
         keep_versions: int,
@@ -186,7 +186,7 @@ class Checker:
 
     def _check_pull(self, event: Event) -> None:
         version, replica_id = event["version"], event["replica_id"]
-        relay = self._relay_of(replica_id)
+        relay = self._relay_of(replica_id, event["incarnation"])
         if relay is None or version not in relay.arrives_s:
             raise Violation(f"{replica_id} serves version {version}, which its relay never got")
         if event["t"] + SAME_S < relay.arrives_s[version]:

@@ -191,7 +191,8 @@ class Relays:
 
     async def restart(self, machine: str) -> None:
         """A new, empty relay on this machine, which then gets the newest version from another one, if there is one."""
-        newest = max((r.store.newest() or 0 for r in self._relays.values() if not r.host.is_over), default=None)
+        others = [other.store.newest() for other in self._relays.values() if not other.host.is_over]
+        newest = max((version for version in others if version is not None), default=None)
         relay = self._relays[machine] = self._new(machine)
         relay.store.pin(self._pins)
         if newest is not None:

@@ -34,6 +34,9 @@ from laminar.trainer.loop import TrainerLoop
 ORDERS_WAIT_S = 10.0
 """Length of one call for orders."""
 
+KILL_S = 0.2
+"""From the order to end a process until it is gone."""
+
 KEEP_VERSIONS = 2
 """Newest versions that a relay keeps; those in use are kept besides."""
 
@@ -48,7 +51,6 @@ class Life:
         self.host = Host(f"{replica_id}/{incarnation}")
         self.lines: list[Line] = []
         self.replica: Replica | None = None
-        self.relay: LocalRelay | None = None
 
 
 class World:
@@ -72,6 +74,8 @@ class World:
         machines = [f"machine-{number}" for number in range(num_machines)]
         self.relays = Relays(machines, weight_bytes, constants.links, KEEP_VERSIONS)
         self._workload = rules.workload_of(config)
+        self._ever_lived: list[Life] = []
+        self._relay_of: dict[tuple[str, int], LocalRelay] = {}
         self._machine_is_back = asyncio.Condition()
         self.trainer_host: Host | None = None
         self.data_host: Host | None = None
@@ -98,8 +102,8 @@ class World:
             finally:
                 for task in endless:
                     task.cancel()
-                for host in [life.host for life in self.lives.values()]:
-                    host.end()
+                for life in self._ever_lived:
+                    life.host.end()
 
     async def train(self) -> None:
         """The trainer's loop, begun anew from its checkpoint whenever its process is lost.
@@ -209,10 +213,10 @@ class World:
         async with self._machine_is_back:
             self._machine_is_back.notify_all()
 
-    def relay_of(self, replica_id: str) -> MachineRelay | None:
-        """The relay that the present life of a replica took its weights from."""
-        life = self.lives.get(replica_id)
-        return life.relay.last if life and life.relay else None
+    def relay_of(self, replica_id: str, incarnation: int) -> MachineRelay | None:
+        """The relay that this life of a replica took its weights from."""
+        relay = self._relay_of.get((replica_id, incarnation))
+        return relay.last if relay else None
 
     def machine_of(self, replica_id: str) -> str:
         """Where a replica stands."""
@@ -231,13 +235,20 @@ class World:
                     case StartOrder(replica_id=replica_id, incarnation=incarnation):
                         life = Life(replica_id, incarnation, self.machine_of(replica_id))
                         self.lives[replica_id] = life
+                        self._ever_lived.append(life)
                         life.host.spawn(self._live(life), self._group)
                     case KillOrder(replica_id=replica_id, incarnation=incarnation):
                         known = self.lives.get(replica_id)
                         if known is not None and known.incarnation == incarnation:
-                            known.host.end()
+                            known.host.spawn(self._kill(known), self._group)
                     case GiveUpOrder(reason=reason):
                         raise RunFailed(reason)
+
+    async def _kill(self, life: Life) -> None:
+        """A process that hangs, or whose machine is cut off, is gone only a while after it was given up."""
+        await life.host.awake()
+        await asyncio.sleep(KILL_S)
+        life.host.end()
 
     async def _live(self, life: Life) -> None:
         """From the start of a process to the end of its loop, which the manager then hears of."""
@@ -257,7 +268,7 @@ class World:
 
     def _replica(self, life: Life) -> Replica:
         replica_rules = rules.replica_rules(self.config, life.replica_id, life.incarnation)
-        life.relay = LocalRelay(self.relays, life.machine)
+        relay = self._relay_of[life.replica_id, life.incarnation] = LocalRelay(self.relays, life.machine)
         return Replica(
             replica_rules,
             engine=HostedEngine(
@@ -269,7 +280,7 @@ class World:
                 grader=EmulatedGrader(),
                 environments=EmulatedTools(self._workload) if self.config.work.tool else None,
             ),
-            weights=life.relay,
+            weights=relay,
             data=self._replica_line(life, self._data, "data"),
             manager=self._replica_line(life, self._find_manager, "manager"),
             events=self.recorder.source(life.host.name),
