@@ -13,15 +13,19 @@ import random
 import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from laminar.engines import emulated_batch
+from laminar.engines.calibration import calibration
 from laminar.engines.emulated_batch import EmulatedBatch
-from laminar.engines.protocol import EngineLoad, FinishReason, Output, Request
+from laminar.engines.emulated_pace import roofline_pace
+from laminar.engines.protocol import Engine, EngineLoad, FinishReason, Output, Request
 from laminar.engines.rules import EmulatedEngineRules
 from laminar.engines.scripted_engine import prompt_of, scripted_logprob
-from laminar.engines.workloads import Workload
+from laminar.engines.workloads import LogNormal, Workload, published_lengths
 from laminar.scheduling.order import stable_hash
+from laminar.scheduling.roofline import HARDWARE
 from laminar.schema.tokens import pack_ids
 
 NOISE_IDS = 1 << 15
@@ -170,6 +174,48 @@ class EmulatedEngine:
     def _wake(self) -> None:
         if self._sleeper is not None and not self._sleeper.done():
             self._sleeper.set_result(None)
+
+
+def emulated_engine(
+    model_path: Path,
+    *,
+    model: str,
+    hardware: str,
+    tensor_parallel: int = 1,
+    lengths: str | None = None,
+    median_tokens: float = 2_000.0,
+    p99_over_median: float = 10.0,
+    max_new_tokens: int = 16_384,
+    max_running: int = 1_024,
+    kv_capacity_tokens: int = 65_536,
+    tokens_per_id: int = 34,
+    time_scale: float = 1.0,
+    report_every_s: float = 1.0,
+) -> Engine:
+    """For real runs: `rollout.engine: {kind: custom, path: laminar.engines.emulated_engine:emulated_engine}`.
+
+    `model` and `hardware` name what is emulated, `lengths` a published distribution (None: a log-normal one). Emulated
+    seconds pass `time_scale` times as fast as real ones. The model in `model_path` is not used.
+    """
+    del model_path
+    constants = calibration()
+    pace = roofline_pace(
+        constants.models[model],
+        HARDWARE[hardware],
+        constants.decode,
+        tensor_parallel=tensor_parallel,
+        sequence_s=constants.decode.sequence_s(model, tensor_parallel),
+    )
+    log_normal = LogNormal(median=median_tokens, p99_over_median=p99_over_median, most=float(max_new_tokens))
+    rules = EmulatedEngineRules(
+        pace=pace,
+        max_running=max_running,
+        kv_capacity_tokens=kv_capacity_tokens,
+        tokens_per_id=tokens_per_id,
+        report_every_s=report_every_s,
+        time_scale=time_scale,
+    )
+    return EmulatedEngine(rules, Workload(tokens=published_lengths()[lengths] if lengths else log_normal))
 
 
 def _finish_of(sequence: emulated_batch.Sequence) -> FinishReason:
