@@ -74,6 +74,7 @@ class World:
         machines = [f"machine-{number}" for number in range(num_machines)]
         self.relays = Relays(machines, weight_bytes, constants.links, KEEP_VERSIONS)
         self._workload = rules.workload_of(config)
+        self._engine_rules = rules.engine_rules(config)
         self._ever_lived: list[Life] = []
         self._relay_of: dict[tuple[str, int], LocalRelay] = {}
         self._machine_is_back = asyncio.Condition()
@@ -271,9 +272,7 @@ class World:
         relay = self._relay_of[life.replica_id, life.incarnation] = LocalRelay(self.relays, life.machine)
         return Replica(
             replica_rules,
-            engine=HostedEngine(
-                EmulatedEngine(rules.engine_rules(self.config), self._workload), life.host, self.relays.pull
-            ),
+            engine=HostedEngine(EmulatedEngine(self._engine_rules, self._workload), life.host, self.relays.pull),
             episodes=Episodes(
                 limits=replica_rules.limits,
                 tokenizer=EmulatedTokenizer(rules.ids(self.config, self._workload.reply_tokens)),
