@@ -20,12 +20,8 @@ from typing import Any
 
 from laminar.config.simulation import SimulationConfig
 from laminar.simulation import clock, paper
+from laminar.simulation.beyond import LARGE_GPUS, large_cluster
 from laminar.simulation.running import simulate
-
-LARGE = (256, 1_024, 2_048, 4_096, 10_240)
-LARGE_STEPS = 5
-GROUPS_PER_GPU = 2
-"""Groups of a step per GPU, as at 256 GPUs in the paper."""
 
 IDLE_EVENTS = 200_000
 
@@ -35,23 +31,13 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="clusters beyond the published ones")
     parser.add_argument("--gpus", type=int, nargs="*", help="only these sizes")
     arguments = parser.parse_args()
-    sizes = arguments.gpus or (LARGE if arguments.large else paper.SCALES["7B"])
+    sizes = arguments.gpus or (LARGE_GPUS if arguments.large else paper.SCALES["7B"])
     machine = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     for gpus in sizes:
-        config = large(gpus) if arguments.large else paper.throughput("7B", gpus, "laminar")
+        config = large_cluster(gpus) if arguments.large else paper.throughput("7B", gpus, "laminar")
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # peak memory is one run's
             row = pool.submit(measure, config).result()
         print(json.dumps({"benchmark": "simulator", **machine, "gpus": gpus, **row}), flush=True)
-
-
-def large(gpus: int) -> SimulationConfig:
-    """7B at the placement of 256 GPUs, and a step that grows with the cluster."""
-    config = paper.throughput("7B", 256, "laminar")
-    groups = GROUPS_PER_GPU * gpus
-    work = config.work.model_copy(update={"num_steps": LARGE_STEPS, "warmup_steps": 1, "groups_per_step": groups})
-    rollout_gpus = gpus // 4
-    cluster = config.cluster.model_copy(update={"rollout_gpus": rollout_gpus, "train_gpus": gpus - rollout_gpus})
-    return config.model_copy(update={"work": work, "cluster": cluster})
 
 
 def measure(config: SimulationConfig) -> dict[str, Any]:

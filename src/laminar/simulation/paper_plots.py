@@ -43,7 +43,10 @@ def _staleness(rows: Sequence[Row]) -> Figure:
         ours, theirs = row["percent"], row["paper_percent"]
         axes.bar([age - 0.2 for age in range(len(ours))], ours, 0.4, label="simulated")
         axes.bar([age + 0.2 for age in range(len(theirs))], theirs, 0.4, label="paper")
-        axes.set(title=f"{row['gpus']} GPUs, batch {row['batch_trajectories']}", xlabel="staleness", ylabel="%")
+        buffer = "bounded" if row["bounded"] else "unbounded"
+        title = f"{row['gpus']} GPUs, batch {row['batch_trajectories']}, {buffer}"
+        axes.set_title(title, fontsize=8)
+        axes.set(xlabel="staleness", ylabel="%")
         axes.legend(fontsize=7)
     return figure
 
