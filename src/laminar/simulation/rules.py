@@ -202,6 +202,7 @@ def replica_rules(config: SimulationConfig, replica_id: str, incarnation: int) -
         heartbeat_s=config.manager.heartbeat_s,
         weights_deadline_s=DEADLINE_S,
         port_deadline_s=DEADLINE_S,
+        engine_timeout_s=DEADLINE_S,
         limits=episode_limits(config),
         stream=StreamRules(every_tokens=config.work.max_new_tokens, every_s=config.emulation.stream_every_s),
         sampling={"training": Sampling(), "evaluation": Sampling()},

@@ -29,6 +29,7 @@ from laminar.simulation.lines import Calm, Host, Line, Weather
 from laminar.simulation.recorder import Recorder
 from laminar.simulation.relays import LocalRelay, MachineRelay, Relays
 from laminar.simulation.task import EmulatedGrader, EmulatedPrompts, EmulatedTokenizer, EmulatedTools
+from laminar.telemetry.waits import Waits
 from laminar.trainer.loop import TrainerLoop
 
 ORDERS_WAIT_S = 10.0
@@ -268,6 +269,7 @@ class World:
         self.end_life(life, reason)
 
     def _replica(self, life: Life) -> Replica:
+        events = self.recorder.source(life.host.name)
         replica_rules = rules.replica_rules(self.config, life.replica_id, life.incarnation)
         relay = self._relay_of[life.replica_id, life.incarnation] = LocalRelay(self.relays, life.machine)
         return Replica(
@@ -278,11 +280,12 @@ class World:
                 tokenizer=EmulatedTokenizer(rules.ids(self.config, self._workload.reply_tokens)),
                 grader=EmulatedGrader(),
                 environments=EmulatedTools(self._workload) if self.config.work.tool else None,
+                waits=Waits(life.host.name, events),
             ),
             weights=relay,
             data=self._replica_line(life, self._data, "data"),
             manager=self._replica_line(life, self._find_manager, "manager"),
-            events=self.recorder.source(life.host.name),
+            events=events,
         )
 
     def _replica_line(self, life: Life, find: Any, name: str) -> Any:
