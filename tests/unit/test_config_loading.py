@@ -99,7 +99,7 @@ def test_sections_whose_keys_are_all_commented_out_are_empty(recipe: Path):
             "schedule=synchronous",
             "schedule: should be 'laminar', 'sync', 'one_step', 'stream' or 'partial', got 'synchronous'",
         ),
-        ("schedule=partial", "needs trainer.algorithm.proximal: recomputed"),
+        ("schedule=partial", "schedule: partial mixes versions"),
         ("max_lag=2", "max_lag goes with schedule: partial"),
         ("trainer", "override 'trainer' must look like trainer.num_steps=10"),
         ("=3", "override '=3' must look like trainer.num_steps=10"),

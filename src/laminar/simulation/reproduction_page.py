@@ -74,9 +74,10 @@ def _throughput(rows: Sequence[Row]) -> str:
         lines += [f"### {model}", "", _row(["schedule", *(f"{gpus} GPUs" for gpus in scales)]), _rule(len(scales) + 1)]
         for schedule in paper.SYSTEMS:
             for floor in (True, False):
-                bars = [row for row in mine if row["schedule"] == schedule and row["floor"] == floor]
+                bars = {r["gpus"]: _bar(r) for r in mine if r["schedule"] == schedule and r["floor"] == floor}
                 if bars:
-                    lines.append(_row([schedule + (", floor" if floor else ""), *(_bar(row) for row in bars)]))
+                    name = schedule + (", floor" if floor else "")
+                    lines.append(_row([name, *(bars.get(gpus, "-") for gpus in scales)]))
         lines += ["", f"![throughput of {model}](reproduction/figure-11-{model}.png)", ""]
     return "\n".join([*lines, *_orderings(rows), "", *_outside(rows)])
 
