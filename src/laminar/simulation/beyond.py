@@ -10,8 +10,11 @@ Row = dict[str, Any]
 
 LARGE_GPUS = (256, 1_024, 2_048, 4_096, 10_240)
 LARGE_STEPS = 5
-GROUPS_PER_GPU = 2
-"""Groups of a step per GPU, as at 256 GPUs in the paper: the step grows with the cluster."""
+TRAJECTORIES_PER_GPU = 8
+"""Trajectories of a step per GPU, as at 1,024 GPUs in the paper: the step grows with the cluster."""
+
+LARGE_BATCH = 64
+"""Trajectories that a replica claims: with more, several steps would be in flight."""
 
 TAILS = (3.0, 10.0, 30.0)
 """99th percentile of answer lengths over their median."""
@@ -21,10 +24,9 @@ MEDIAN_TOKENS = 1_500.0
 
 def large_cluster(gpus: int) -> SimulationConfig:
     """7B at the placement of 256 GPUs, enlarged."""
-    config = paper.throughput("7B", 256, "laminar")
-    work = config.work.model_copy(
-        update={"num_steps": LARGE_STEPS, "warmup_steps": 1, "groups_per_step": GROUPS_PER_GPU * gpus}
-    )
+    config = paper.throughput("7B", 256, "laminar", batch_trajectories=LARGE_BATCH)
+    groups = TRAJECTORIES_PER_GPU * gpus // config.work.group_size
+    work = config.work.model_copy(update={"num_steps": LARGE_STEPS, "warmup_steps": 1, "groups_per_step": groups})
     rollout_gpus = gpus // 4
     cluster = config.cluster.model_copy(update={"rollout_gpus": rollout_gpus, "train_gpus": gpus - rollout_gpus})
     return config.model_copy(update={"work": work, "cluster": cluster})

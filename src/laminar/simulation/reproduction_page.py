@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from laminar.engines.calibration import sources
 from laminar.simulation import paper
+from laminar.simulation.beyond import TRAJECTORIES_PER_GPU
 
 Row = dict[str, Any]
 Rows = Mapping[str, Sequence[Row]]
@@ -248,7 +249,11 @@ def _tools(rows: Sequence[Row]) -> str:
 def _scale(rows: Sequence[Row]) -> str:
     names = ("replicas", "tokens_per_s", "trainer_wait_fraction", "busy_fraction", "staleness_mean", "staleness_max")
     cost = ("wall_s", "peak_mib", "events_per_s")
-    lines = ["## Beyond the published scales: 7B, a step of 32 trajectories per GPU, three GPUs of four learn", ""]
+    lines = [f"## Beyond the published scales: 7B, a step of {TRAJECTORIES_PER_GPU} trajectories per GPU", ""]
+    lines += [
+        "Three GPUs of four learn; a replica claims so few at a time that one step is in flight, not several.",
+        "",
+    ]
     lines += [_row(["GPUs", *names, *cost]), _rule(1 + len(names) + len(cost))]
     lines += [_row([row["gpus"], *(row[name] for name in (*names, *cost))]) for row in rows]
     first, last = rows[0], rows[-1]
