@@ -251,7 +251,7 @@ def _scale(rows: Sequence[Row]) -> str:
     cost = ("wall_s", "peak_mib", "events_per_s")
     lines = [f"## Beyond the published scales: 7B, a step of {TRAJECTORIES_PER_GPU} trajectories per GPU", ""]
     lines += [
-        "Three GPUs of four learn; a replica claims so few at a time that one step is in flight, not several.",
+        "Three GPUs of four learn; a replica claims few at a time, so that one step is in flight, not several.",
         "",
     ]
     lines += [_row(["GPUs", *names, *cost]), _rule(1 + len(names) + len(cost))]
