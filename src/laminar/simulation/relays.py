@@ -30,6 +30,10 @@ class _Slot:
         self.slot_id = slot_id
         self.num_bytes = num_bytes
 
+    def view(self) -> memoryview:
+        """Nothing to see."""
+        return memoryview(b"")
+
     def checksum(self, num_bytes: int) -> int:
         """Nothing to sum."""
         return num_bytes
