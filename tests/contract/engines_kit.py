@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from laminar.engines.emulated_engine import EmulatedEngine
+from laminar.engines.emulated_pace import Pace
 from laminar.engines.factory import build_engine
 from laminar.engines.protocol import Engine, Request
-from laminar.engines.rules import ScriptedEngineRules, TorchEngineRules
+from laminar.engines.rules import EmulatedEngineRules, ScriptedEngineRules, TorchEngineRules
+from laminar.engines.workloads import Fixed, Turn, Workload
 from laminar.schema.trajectories import Sampling
 
 VOCAB = 60
@@ -42,6 +45,36 @@ def scripted_kit() -> EngineKit:
             page_tokens=PAGE_TOKENS,
         )
         return build_engine("scripted", Path(), rules)
+
+    return EngineKit(build, lambda version: {})
+
+
+class UnevenLengths(Workload, frozen=True, kw_only=True):
+    """Answers of 5 to 24 tokens."""
+
+    def turn(self, seed: int, num_answered: int, tokens_per_id: int) -> Turn:
+        return Turn(end_ids=5 + seed % 20, is_last=True)
+
+
+def emulated_kit() -> EngineKit:
+    pace = Pace(
+        weights_s=1e-3,
+        gemm_s_per_sequence=0.0,
+        layers_s=0.0,
+        per_sequence_s=1e-5,
+        per_kv_token_s=1e-7,
+        prefill_tokens_per_s=1e5,
+    )
+
+    def build(*, max_running: int = 8, kv_capacity_tokens: int = 2048) -> Engine:
+        rules = EmulatedEngineRules(
+            pace=pace,
+            max_running=max_running,
+            kv_capacity_tokens=kv_capacity_tokens,
+            report_every_s=2e-3,
+            vocab=VOCAB,
+        )
+        return EmulatedEngine(rules, UnevenLengths(tokens=Fixed(value=20)))
 
     return EngineKit(build, lambda version: {})
 

@@ -5,16 +5,22 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 import pytest
-from engines_kit import Answers, EngineKit, ask, finish_all, scripted_kit, torch_kit
+from engines_kit import Answers, EngineKit, ask, emulated_kit, finish_all, scripted_kit, torch_kit
 
 from laminar.engines.protocol import Engine
 
 Ready = Callable[..., Awaitable[Engine]]
 
 
-@pytest.fixture(params=["scripted", "torch"])
+@pytest.fixture(params=["scripted", "emulated", "torch"])
 def kit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineKit:
-    return scripted_kit() if request.param == "scripted" else torch_kit(tmp_path_factory.mktemp("model"))
+    match request.param:
+        case "scripted":
+            return scripted_kit()
+        case "emulated":
+            return emulated_kit()
+        case _:
+            return torch_kit(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from virtual_time import VirtualTimeLoop
 
 from laminar.data.audit import audit_rows
 from laminar.data.experience_buffer import MIN_MEMBERS
@@ -34,6 +33,7 @@ from laminar.schema.trajectories import (
     response_ids,
     versions_of,
 )
+from laminar.simulation.clock import VirtualTimeLoop
 from laminar.telemetry.events import MemoryEvents
 
 

@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
-from virtual_time import run
 
 from laminar.data.journal import MemoryJournal
 from laminar.data.ports import DataRules
 from laminar.data.shard import DataShard
 from laminar.data.signal import Signal
 from laminar.schema.trajectories import Batch, Finish, Prompt, Scored
+from laminar.simulation.clock import run
 from laminar.telemetry.events import NullEvents
 
 

@@ -4,13 +4,13 @@ import asyncio
 import itertools
 
 import pytest
-from virtual_time import run
 
 from laminar.data.journal import MemoryJournal
 from laminar.data.ports import DataRules
 from laminar.data.shard import DataShard
 from laminar.scheduling.admission import max_buffer_wait
 from laminar.schema.trajectories import Finish, Prompt, Scored
+from laminar.simulation.clock import run
 from laminar.telemetry.events import NullEvents
 
 GROUPS_PER_STEP = 4

@@ -8,7 +8,6 @@ from statistics import NormalDist
 from typing import Any
 
 import pytest
-import virtual_time
 from world import RUN_SEED, STOP, VOCAB, EchoTask, Settings, World
 
 from laminar.dashboard.state import RunView, fold
@@ -18,6 +17,7 @@ from laminar.engines.scripted_engine import scripted_logprob, scripted_token
 from laminar.scheduling.order import trajectory_seed
 from laminar.schema.tokens import unpack_ids, unpack_logprobs
 from laminar.schema.trajectories import Experience, response_ids, versions_of
+from laminar.simulation import clock
 from laminar.tasks.protocol import Problem, Reply
 from laminar.telemetry.vocabulary import to_facts
 
@@ -33,7 +33,7 @@ def played(settings: Settings, trouble: Any = None) -> World:
                 await disturbing
         return world
 
-    return virtual_time.run(main())
+    return clock.run(main())
 
 
 def check_everything_was_trained_once(world: World) -> None:

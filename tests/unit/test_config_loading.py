@@ -95,7 +95,12 @@ def test_sections_whose_keys_are_all_commented_out_are_empty(recipe: Path):
         ("task.path=my_task.Task", "task.path: must look like module:Name, got 'my_task.Task'"),
         ("trainer.algorithm.objective=klip", "trainer.algorithm.objective: should be 'clip', or must look like"),
         ("trainer=3", "trainer: should be a valid dictionary"),
-        ("schedule=sync", "schedule: should be 'laminar', got 'sync'"),
+        (
+            "schedule=synchronous",
+            "schedule: should be 'laminar', 'sync', 'one_step', 'stream' or 'partial', got 'synchronous'",
+        ),
+        ("schedule=partial", "schedule: partial mixes versions"),
+        ("max_lag=2", "max_lag goes with schedule: partial"),
         ("trainer", "override 'trainer' must look like trainer.num_steps=10"),
         ("=3", "override '=3' must look like trainer.num_steps=10"),
         ("trainer.num_steps=[", "override 'trainer.num_steps=[': the value is not valid YAML"),

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import msgspec
+import yaml
 
 from laminar.cli.views import View
 from laminar.data.audit import AuditReport, GroupStory, TrajectoryStory
 from laminar.data.rows import TrajectoryRow
+from laminar.scheduling.schedules import SCHEDULES
 from laminar.schema.errors import UserError
 from laminar.telemetry.files import JOURNAL
 
@@ -28,7 +30,7 @@ def inspect(run: Path, view: View, which: str | None, *, as_json: bool) -> int:
         raise UserError(f"inspect RUN {view} takes {'an id' if which is None else 'no id'}")
     match view:
         case View.AUDIT:
-            report = audit.audit(journal)
+            report = audit.audit(journal, mixes_versions=_mixes_versions(run))
             _show(report, _audit_lines(report), as_json)
             return 0 if report.is_sound else FAILED_AUDIT
         case View.PROMPT:
@@ -41,6 +43,13 @@ def inspect(run: Path, view: View, which: str | None, *, as_json: bool) -> int:
             rows = audit.dropped(journal)
             _show(rows, [_row_line(row) for row in rows] or ["nothing was dropped"], as_json)
     return 0
+
+
+def _mixes_versions(run: Path) -> bool:
+    """Whether the schedule of this run lets an answer have tokens of several versions."""
+    config = run / "config.yaml"
+    values = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    return SCHEDULES[values.get("schedule", "laminar")].interrupts
 
 
 def _show(value: object, lines: list[str], as_json: bool) -> None:

@@ -160,6 +160,42 @@ def bench_relay(
     relaying.bench(mib, repeat, threads)
 
 
+@app.command()
+def simulate(
+    what: Annotated[
+        str | None, typer.Argument(metavar="[SETTINGS | paper]", help="YAML file, or `paper` for --figure.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="E.g. cluster.rollout_gpus=64.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to make for events, plots and trace.")] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="RUN", help="Take answer lengths from this real run.")] = None,
+    dry_run_repack: Annotated[bool, typer.Option(help="Print what repack would move, and move nothing.")] = False,
+    faults: Annotated[float | None, typer.Option(help="Small worlds under so many random faults per minute.")] = None,
+    seeds: Annotated[str, typer.Option(metavar="A:B", help="With --faults: seeds A to B - 1.")] = "0:20",
+    figure: Annotated[str | None, typer.Option(help="With `paper`: 9, 10, 11, 12, 14, 15, 16, 18 or table1.")] = None,
+    model: Annotated[list[str] | None, typer.Option(help="With figure 11: only 7B, 32B or 72B.")] = None,
+    schedule: Annotated[list[str] | None, typer.Option(help="With figures 11 and 12: only these.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value instead of lines.")] = False,
+) -> None:
+    """Run the real services on a virtual clock: a thousand GPUs on a laptop."""
+    from laminar.cli import simulating
+
+    settings, values = simulating.settings_and_overrides(what, overrides or [])
+    if what == "paper":
+        simulating.reproduce(figure, values, models=model or [], schedules=schedule or [], out=out, as_json=as_json)
+    elif faults is not None:
+        if settings is not None:
+            values = [str(settings), *values]
+        sys.exit(
+            simulating.break_things(
+                values, rate=faults, seeds=seeds, schedules=schedule or [], out=out, as_json=as_json
+            )
+        )
+    else:
+        simulating.run(settings, values, out=out, trace=trace, dry_run=dry_run_repack, as_json=as_json)
+
+
 def main() -> None:
     """Entry point: what the user can mend exits with 2, what failed with 1, each with one sentence."""
     try:

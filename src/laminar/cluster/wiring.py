@@ -11,6 +11,7 @@ from laminar.scheduling.fleet import FleetRules
 from laminar.scheduling.repack import RepackRules
 from laminar.scheduling.restarts import RestartRules
 from laminar.scheduling.roofline import HARDWARE, max_useful_batch
+from laminar.scheduling.schedules import Schedule, schedule_named
 from laminar.schema.trajectories import Sampling
 
 WEIGHTS_DEADLINE_S = 600.0
@@ -20,11 +21,16 @@ PORT_DEADLINE_S = 120.0
 """A replica keeps its results so long while the data shard restarts."""
 
 
+def schedule_of(config: RunConfig) -> Schedule:
+    """Who may start what when."""
+    return schedule_named(config.schedule, config.max_lag)
+
+
 def replica_rules(
     config: RunConfig, replica_id: str, incarnation: int, stop_token_ids: tuple[int, ...]
 ) -> ReplicaRules:
     """How one life of a replica runs."""
-    rollout = config.rollout
+    rollout, schedule = config.rollout, schedule_of(config)
     return ReplicaRules(
         replica_id=replica_id,
         incarnation=incarnation,
@@ -38,6 +44,8 @@ def replica_rules(
         ),
         stream=StreamRules(every_tokens=rollout.stream_every_tokens, every_s=rollout.stream_every_s),
         sampling={"training": sampling(rollout.sampling), "evaluation": sampling(config.evaluation.sampling)},
+        refill_room=config.data.group_size if schedule.refills else None,
+        interrupts=schedule.interrupts,
     )
 
 
@@ -58,6 +66,8 @@ def data_rules(config: RunConfig) -> DataRules:
         eviction=data.eviction,
         max_staleness=data.max_staleness,
         total_groups=config.trainer.num_steps * config.trainer.groups_per_step,
+        schedule=schedule_of(config),
+        groups_per_step=config.trainer.groups_per_step,
     )
 
 
@@ -116,9 +126,10 @@ def manager_rules(config: RunConfig) -> ManagerRules:
             max_running=useful_batch(config),
             strict_idleness=manager.repack.strict_idleness,
         )
-        if manager.repack.enabled and not config.deterministic
+        if manager.repack.enabled and not config.deterministic and schedule_of(config).repacks
         else None,
         repack_every_s=manager.repack.every_s,
+        repack_dry_run=manager.repack.dry_run,
         tick_s=manager.heartbeat_s / 2,
         leases_every_s=manager.suspect_after_s,
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -10,29 +10,46 @@ from pydantic import BaseModel, ValidationError
 from laminar.config.base import sections_of
 from laminar.config.mistakes import sentences
 from laminar.config.run_config import RunConfig
+from laminar.config.simulation import SimulationConfig
 from laminar.schema.errors import ConfigError
+
+Root = TypeVar("Root", bound=BaseModel)
 
 
 def load_recipe(recipe: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a recipe; raises `ConfigError` with one sentence per mistake, each naming its dotted path."""
-    values = _without_empty_sections(_read_yaml(recipe), RunConfig)
-    for override in overrides:
-        _apply_override(values, override)
-    config = parse_config(values, source=str(recipe))
+    config = parse_config(_values(recipe, overrides, RunConfig), source=str(recipe))
     return _with_absolute_paths(config, recipe.resolve().parent)
+
+
+def load_simulation(settings: Path | None, overrides: Sequence[str] = ()) -> SimulationConfig:
+    """Settings of a simulation from a YAML file, or the defaults; errors as in `load_recipe`."""
+    source = str(settings) if settings else "simulate"
+    return _validated(SimulationConfig, _values(settings, overrides, SimulationConfig), source)
 
 
 def parse_config(values: dict[str, Any], *, source: str) -> RunConfig:
     """Validate plain values; `source` names them in messages."""
-    try:
-        return RunConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"{source}: " + "; ".join(sentences(error.errors()))) from None
+    return _validated(RunConfig, values, source)
 
 
-def dump_config(config: RunConfig) -> str:
+def dump_config(config: RunConfig | SimulationConfig) -> str:
     """The resolved configuration as YAML; loading it again gives the same value."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _values(file: Path | None, overrides: Sequence[str], root: type[BaseModel]) -> dict[str, Any]:
+    values = _without_empty_sections(_read_yaml(file), root) if file else {}
+    for override in overrides:
+        _apply_override(values, override)
+    return values
+
+
+def _validated(root: type[Root], values: dict[str, Any], source: str) -> Root:
+    try:
+        return root.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: " + "; ".join(sentences(error.errors(), root))) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

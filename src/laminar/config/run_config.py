@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from laminar.config.base import DottedPath, Section
 from laminar.config.engines import EngineConfig, TorchEngineConfig
 from laminar.config.training import TrainerConfig
+from laminar.schema.schedule import ScheduleName
 
 
 class ModelConfig(Section):
@@ -114,6 +115,8 @@ class RepackConfig(Section):
     unset."""
     hardware: Literal["H800", "H100", "H200", "A100-80G", "RTX 4090"] | None = None
     """Accelerator of the replicas, for `max_running: auto`."""
+    dry_run: bool = False
+    """Plan and tell of moves, but make none."""
     strict_idleness: bool = False
     """Idle only while KV use falls from one look to the next, as printed in the paper; default latches instead."""
 
@@ -174,8 +177,11 @@ class RunConfig(Section):
     """Same seed, same weights, bit for bit, whatever is killed meanwhile: each step trains, in the order of prompts, on
     answers of the version before it; replicas run one answer at a time, which begins anew if it is interrupted, and
     nothing is repacked. Slow: for tests, and to tell a bug from chance."""
-    schedule: Literal["laminar"] = "laminar"
-    """The rule of who may start, who must update, what trains next."""
+    schedule: ScheduleName = "laminar"
+    """The rule of who may start, who must update, what trains next: `laminar`, or one that it is compared with: `sync`,
+    `one_step`, `stream` (whole steps), `partial` (a new version interrupts every answer)."""
+    max_lag: PositiveInt | None = None
+    """With `schedule: partial`: an answer begins at most so many versions before the step that it is for."""
     data: DataConfig = DataConfig()
     """Prompts, partial responses, experience."""
     rollout: RolloutConfig = RolloutConfig()
@@ -234,6 +240,18 @@ class RunConfig(Section):
     def _staleness_bound_belongs_to_its_sampler(self) -> "RunConfig":
         if (self.data.sampler == "bounded_staleness") != (self.data.max_staleness is not None):
             raise ValueError("data.max_staleness goes with data.sampler = bounded_staleness, and with nothing else")
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> "RunConfig":
+        if self.max_lag is not None and self.schedule != "partial":
+            raise ValueError("max_lag goes with schedule: partial, and with nothing else")
+        if self.schedule == "partial" and self.trainer.algorithm.proximal != "recomputed":
+            raise ValueError(
+                "schedule: partial mixes versions within an answer and needs trainer.algorithm.proximal: recomputed"
+            )
+        if self.schedule != "laminar" and self.deterministic:
+            raise ValueError("deterministic: true is a schedule of its own; leave schedule away")
         return self
 
     @model_validator(mode="after")

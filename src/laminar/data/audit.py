@@ -96,10 +96,10 @@ class GroupStory(Struct, frozen=True, kw_only=True):
     trajectories: tuple[TrajectoryStory, ...]
 
 
-def audit(path: Path) -> AuditReport:
-    """Check a journal. Raises `UserError` if the file is none."""
+def audit(path: Path, *, mixes_versions: bool = False) -> AuditReport:
+    """Check a journal; `mixes_versions` as in `scheduling.schedules`. Raises `UserError` if the file is none."""
     with read_journal(path) as rows:
-        return audit_rows(rows)
+        return audit_rows(rows, mixes_versions=mixes_versions)
 
 
 def describe_prompt(path: Path, prompt_id: str) -> tuple[GroupStory, ...]:
@@ -127,7 +127,7 @@ def dropped(path: Path) -> tuple[TrajectoryRow, ...]:
         return tuple(rows.trajectories(state="dropped"))
 
 
-def audit_rows(rows: Rows) -> AuditReport:
+def audit_rows(rows: Rows, *, mixes_versions: bool = False) -> AuditReport:
     """Check every invariant that the rows can show."""
     position = rows.position()
     fates, problems, groups, takes = _Fates(), _Problems(), GroupChecks(position), TakeChecks()
@@ -143,8 +143,8 @@ def audit_rows(rows: Rows) -> AuditReport:
             problems.add(
                 row.trajectory_id,
                 trajectory_problems(row, group, position)
-                + stint_problems(row, stints.take(row.num), leases)
-                + token_problems(row, kept.pop(row.num, NOTHING_KEPT)),
+                + stint_problems(row, stints.take(row.num), leases, mixes_versions=mixes_versions)
+                + token_problems(row, kept.pop(row.num, NOTHING_KEPT), mixes_versions=mixes_versions),
             )
     num_orphans = sum(1 for _ in trajectories)
     problems.add("the ledger", groups.sums(sum(fates.counts.values()), num_orphans))

@@ -120,15 +120,16 @@ def _grading_problems(row: TrajectoryRow) -> list[str]:
     return []
 
 
-def stint_problems(row: TrajectoryRow, stints: list[StintRow], leases: dict[int, LeaseRow]) -> list[str]:
+def stint_problems(
+    row: TrajectoryRow, stints: list[StintRow], leases: dict[int, LeaseRow], *, mixes_versions: bool
+) -> list[str]:
     if any(stint.lease not in leases for stint in stints):
         return ["was in a lease that is not known"]
     found = []
     for before, after in pairwise(stints):
-        if after.num_tokens and leases[after.lease].version != leases[before.lease].version:
-            found.append(
-                f"went on under version {leases[after.lease].version} with tokens of {leases[before.lease].version}"
-            )
+        old, new = leases[before.lease].version, leases[after.lease].version
+        if after.num_tokens and new != old and not mixes_versions:
+            found.append(f"went on under version {new} with tokens of {old}")
         if before.end is None:
             found.append(f"has an attempt {before.attempt} that never ended")
     last = stints[-1] if stints else None
@@ -190,8 +191,9 @@ def kept_tokens(rows: Rows) -> dict[int, Kept]:
     return kept
 
 
-def token_problems(row: TrajectoryRow, kept: Kept) -> list[str]:
-    """Kept tokens are those that the row tells of, all of one version, and nobody's who needs none."""
+def token_problems(row: TrajectoryRow, kept: Kept, *, mixes_versions: bool) -> list[str]:
+    """Kept tokens are those that the row tells of, all of one version unless answers mix them, and nobody's who needs
+    none."""
     found = []
     if row.state in SETTLED and kept.num_tokens:
         found.append(f"is {row.state}, but {kept.num_tokens} of its tokens are kept")
@@ -199,7 +201,7 @@ def token_problems(row: TrajectoryRow, kept: Kept) -> list[str]:
     if row.state in ("waiting", "finished", "taken") and kept.num_tokens != row.num_tokens:
         found.append(f"has {row.num_tokens} tokens, but {kept.num_tokens} are kept")
     versions = kept.versions | ({row.version} if row.state in GRADED and row.version is not None else set())
-    if len(versions) > 1:
+    if len(versions) > 1 and not mixes_versions:
         found.append(f"has tokens of versions {sorted(versions)}")
     return found
 

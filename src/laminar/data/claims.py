@@ -14,6 +14,7 @@ from laminar.data.ports import DataRules
 from laminar.data.prompt_pool import PromptPool
 from laminar.scheduling.admission import AdmissionRules, AdmissionState, plan_issue
 from laminar.scheduling.order import trajectory_seed
+from laminar.scheduling.schedules import groups_allowed
 from laminar.schema.trajectories import Batch, Purpose, WorkItem
 
 UNBOUNDED = 1 << 62
@@ -33,6 +34,11 @@ class Claims:
         self._admission = AdmissionRules(
             max_groups_ahead=rules.max_groups_ahead, group_size=rules.group_size, lockstep=rules.lockstep
         )
+
+    @property
+    def wait_for_completions(self) -> bool:
+        """Whether a group that becomes complete may make room; else only what a step takes or a drop does."""
+        return self._rules.schedule.waits_for_all or self._rules.eviction != "none"
 
     def fill(self, version: int, max_trajectories: int) -> tuple[Purpose, list[Trajectory]]:
         """Trajectories for a replica at `version`; none while there is no room. An evaluation comes as a whole."""
@@ -60,11 +66,13 @@ class Claims:
             self._buffer.evict(capacity)
 
     def _state(self, num_returned: int, version: int) -> AdmissionState:
+        rules, num_ready, num_taken = self._rules, self._buffer.num_ready, self._buffer.num_taken
         return AdmissionState(
             in_flight_groups=self._buffer.num_in_flight,
-            ready_groups=self._buffer.num_ready,
-            taken_groups=self._buffer.num_taken,
-            total_groups=self._rules.total_groups,
+            ready_groups=num_ready,
+            taken_groups=num_taken,
+            allowed_groups=groups_allowed(rules.schedule, version, num_ready + num_taken, rules.groups_per_step),
+            total_groups=rules.total_groups,
             returned_trajectories=num_returned,
             version=version,
         )

@@ -13,6 +13,7 @@ from laminar.data.ledger import Group, Ledger
 from laminar.data.ports import DataRules
 from laminar.scheduling.eviction import EVICTIONS
 from laminar.scheduling.sampling import SAMPLERS, ReadyGroup, SamplingRules, check_draw
+from laminar.scheduling.schedules import groups_needed
 from laminar.schema.errors import RunFailed, UserError
 from laminar.schema.trajectories import Experience, ExperienceGroup
 
@@ -39,8 +40,11 @@ class ExperienceBuffer:
         self._eviction_name = rules.eviction
         self._eviction = load_function("data.eviction", rules.eviction, EVICTIONS)
         self._drops_incomplete = rules.incomplete_groups == "drop"
+        self._schedule = rules.schedule
+        self._groups_per_step = rules.groups_per_step
         self._in_flight: set[int] = set()
         self._ready: dict[str, ReadyEntry] = {}
+        self._ready_in_order: list[ReadyGroup] | None = None
         self._takes: dict[tuple[int, int], list[Group]] = {}
 
     def restore(self) -> None:
@@ -109,6 +113,8 @@ class ExperienceBuffer:
             )
         if (groups := self.taken(step, part)) is not None:
             return groups
+        if self.num_ready < groups_needed(self._schedule, part, num_groups, self._groups_per_step):
+            return None
         seen = self._seen()
         try:
             draw = self._sampler(seen, num_groups, self._ledger.position.learner_version, self._sampling)
@@ -118,7 +124,7 @@ class ExperienceBuffer:
         self._drop_ready(draw.dropped)
         if not draw.picked:
             return None
-        groups = [self._ready.pop(group_id).group for group_id in draw.picked]
+        groups = [self._take_ready(group_id) for group_id in draw.picked]
         for place, group in enumerate(groups):
             now_s = self._ledger.now_s()
             self._ledger.change_group(group, step=step, part=part, place=place, taken_s=now_s)
@@ -176,7 +182,14 @@ class ExperienceBuffer:
             self._takes.setdefault((row.step, row.part), []).append(group)
 
     def _seen(self) -> list[ReadyGroup]:
-        return sorted((entry.seen for entry in self._ready.values()), key=lambda seen: seen.completed)
+        """Ready groups in order of completion; every claim that waits for room asks, so they are sorted once."""
+        if self._ready_in_order is None:
+            self._ready_in_order = sorted((entry.seen for entry in self._ready.values()), key=_by_completion)
+        return self._ready_in_order
+
+    def _take_ready(self, group_id: str) -> Group:
+        self._ready_in_order = None
+        return self._ready.pop(group_id).group
 
     def _make_ready(self, group: Group) -> None:
         rows = [member.row for member in group.in_state("finished")]
@@ -188,15 +201,24 @@ class ExperienceBuffer:
             position=group.row.position,
         )
         self._ready[seen.group_id] = ReadyEntry(group, seen)
+        ordered = self._ready_in_order
+        if ordered and ordered[-1].completed < seen.completed:
+            ordered.append(seen)
+        else:
+            self._ready_in_order = None
 
     def _drop_ready(self, dropped: Sequence[tuple[str, str]]) -> None:
         for group_id, reason in dropped:
-            self._drop(self._ready.pop(group_id).group, reason)
+            self._drop(self._take_ready(group_id), reason)
 
     def _drop(self, group: Group, reason: str) -> None:
         for member in group.in_state("finished"):
             self._ledger.drop(member, reason)
         self._ledger.settle(group)
+
+
+def _by_completion(seen: ReadyGroup) -> int:
+    return seen.completed
 
 
 def experience_group(group: Group) -> ExperienceGroup:

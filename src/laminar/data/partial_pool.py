@@ -1,7 +1,8 @@
 """Trajectories in somebody's hands: leases, attempts, and the tokens that stream in.
 
 Invariants: a running trajectory is in exactly one lease and carries an attempt number that nobody else was given; what
-arrives under another lease or attempt changes nothing. A lease has one version, and so have all tokens streamed to it.
+arrives under another lease or attempt changes nothing. A lease has one version, and so have all tokens streamed to it;
+an answer has one version, unless the schedule interrupts answers for new weights (`mixes_versions`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,9 +20,10 @@ from laminar.schema.trajectories import Append, Purpose
 class PartialPool:
     """Who runs what, and how far it has come."""
 
-    def __init__(self, ledger: Ledger, *, keeps_partial: bool) -> None:
+    def __init__(self, ledger: Ledger, *, keeps_partial: bool, mixes_versions: bool) -> None:
         self._ledger = ledger
         self._keeps_partial = keeps_partial
+        self._mixes_versions = mixes_versions
         # Every lease there ever was, so that a repeated claim is known: some 100 bytes for a batch of hundreds.
         self._rows: dict[str, LeaseRow] = {}
         self._by_num: dict[int, LeaseRow] = {}
@@ -62,7 +64,7 @@ class PartialPool:
         return [t for t in self.held(to_lease) if t.row.adopted_from == source.num]
 
     def movable(self, from_lease: str, to_lease: str, version: int) -> list[Trajectory]:
-        """What may go from one lease to another under `version`: what has tokens of that version, or none.
+        """What may go from one lease to another under `version`: what may go on under it.
 
         An evaluation stays at its version even without tokens. Training and evaluation may share a lease: each
         trajectory knows what it is for.
@@ -74,9 +76,7 @@ class PartialPool:
             return []
         may_change_version = {"training": True, "evaluation": source.version == version}
         return [
-            t
-            for t in self.held(from_lease)
-            if t.response.version in (None, version) and may_change_version[t.group.row.purpose]
+            t for t in self.held(from_lease) if self._may_go_on(t, version) and may_change_version[t.group.row.purpose]
         ]
 
     def holders(self, group: Group) -> tuple[str, ...]:
@@ -120,7 +120,8 @@ class PartialPool:
 
     def append(self, trajectory: Trajectory, update: Append) -> None:
         """Take in what is new of it; raises `Refused` if it cannot be true."""
-        new = trajectory.response.extend(update.offset, update.pieces, self.lease_of(trajectory).version)
+        version = self.lease_of(trajectory).version
+        new = trajectory.response.extend(update.offset, update.pieces, version, mixes_versions=self._mixes_versions)
         num = trajectory.row.num
         self._ledger.record(*[PieceRow(trajectory=num, piece=piece) for piece in new])
 
@@ -163,7 +164,7 @@ class PartialPool:
         return row
 
     def _begin(self, trajectory: Trajectory, lease: LeaseRow, *, attempt: int, adopted_from: int | None) -> None:
-        if trajectory.response.version != lease.version:
+        if not self._may_go_on(trajectory, lease.version):
             self._ledger.forget_tokens(trajectory)
         self._held.setdefault(lease.num, {})[trajectory.row.num] = trajectory
         version = trajectory.response.version
@@ -178,6 +179,9 @@ class PartialPool:
             began_s=self._ledger.now_s(),
         )
         self._ledger.record(trajectory.stint)
+
+    def _may_go_on(self, trajectory: Trajectory, version: int) -> bool:
+        return self._mixes_versions or trajectory.response.version in (None, version)
 
     def _end(self, trajectory: Trajectory, end: str) -> None:
         lease, stint = self.lease_of(trajectory), trajectory.stint

@@ -4,6 +4,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
+from laminar.scheduling.schedules import Schedule
 from laminar.schema.trajectories import Prompt
 
 Split = Literal["train", "heldout"]
@@ -54,3 +55,5 @@ class DataRules(Struct, frozen=True, kw_only=True):
     max_staleness: int | None = None
     total_groups: int | None = None
     """Groups that all steps of the run train together; no more are drawn. None: no end."""
+    schedule: Schedule = Schedule()
+    groups_per_step: int = 1

@@ -11,7 +11,7 @@ class Refused(Exception):
 
 
 class Response:
-    """Tokens in order, without gaps, all generated ones under one version."""
+    """Tokens in order, without gaps; `version` is that of the last generated one."""
 
     __slots__ = ("_pieces", "num_generated", "num_tokens", "version")
 
@@ -32,17 +32,18 @@ class Response:
             self.num_generated += length
             self.version = piece.version
 
-    def extend(self, offset: int, pieces: Pieces, version: int) -> Pieces:
+    def extend(self, offset: int, pieces: Pieces, version: int, *, mixes_versions: bool = False) -> Pieces:
         """Take in pieces, drawn under `version`, that begin `offset` tokens into the answer; returns what is new.
 
-        What is known already is skipped if it is the same. Raises `Refused`, and then nothing has changed.
+        What is known already is skipped if it is the same. An answer goes on under the version that began it, unless
+        it `mixes_versions`. Raises `Refused`, and then nothing has changed.
         """
         for piece in pieces:
             if len(piece.token_ids) != len(piece.logprobs) or len(piece.token_ids) % ITEM_BYTES:
                 raise Refused("its token ids and log-probs differ in number")
             if piece.generated and piece.version != version:
                 raise Refused(f"it has tokens of version {piece.version} in a lease of version {version}")
-        if self.version not in (None, version):
+        if self.version not in (None, version) and not mixes_versions:
             raise Refused(f"it goes on under version {version} after tokens of version {self.version}")
         if offset > self.num_tokens:
             raise Refused(f"its tokens {self.num_tokens} to {offset} are missing")

@@ -93,11 +93,14 @@ class DataShard:
         self._stragglers = Stragglers(events)
         self._is_finished = False
         self._num_completed = 0
+        self._woken_for_version = 0
         self._fatal: asyncio.Future[UserError] = loop.create_future()
         with journal.rows() as rows:
             began_s = rows.position().now_s
             self._ledger = Ledger(journal, events, lambda: began_s + loop.time() - started_s)
-            self._pool = PartialPool(self._ledger, keeps_partial=rules.keep_partial)
+            self._pool = PartialPool(
+                self._ledger, keeps_partial=rules.keep_partial, mixes_versions=rules.schedule.interrupts
+            )
             self._prompts = PromptPool(self._ledger, prompts, rules)
             self._buffer = ExperienceBuffer(self._ledger, rules)
             self._evaluations = Evaluations(self._ledger, prompts, rules, events)
@@ -242,6 +245,7 @@ class DataShard:
         """The learner restarts after iteration `step`: what later ones took is ready again."""
         self._go_back(step)
         self._write()
+        self._ready.fire()
         await self._journal.durable()
 
     async def request_evaluation(self, version: int) -> None:
@@ -359,11 +363,14 @@ class DataShard:
     def _write(self) -> None:
         """End the operation: queue it for the journal, wake who may go on."""
         entered = self._ledger.write()
-        num_completed = self._ledger.position.num_completed
-        if entered & {"waiting", "dropped", "taken"} or num_completed > self._num_completed:
-            self._num_completed = num_completed
+        position = self._ledger.position
+        has_completed = position.num_completed > self._num_completed
+        is_newer = position.learner_version != self._woken_for_version
+        self._num_completed, self._woken_for_version = position.num_completed, position.learner_version
+        makes_room = has_completed and self._claims.wait_for_completions
+        if makes_room or is_newer or entered & {"waiting", "dropped", "taken"}:
             self._room.fire()
-        if entered & {"finished", "dropped"}:
+        if has_completed or "dropped" in entered:
             self._ready.fire()
         if entered & {"evaluated", "dropped"}:
             self._evaluated.fire()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from laminar.engines.batching import BatchRules
+from laminar.engines.emulated_pace import Pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,3 +55,21 @@ class ScriptedEngineRules:
             page_tokens=self.page_tokens,
             prefill_chunk_tokens=self.prefill_chunk_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmulatedEngineRules:
+    """Bounds and pace of the emulated engine.
+
+    One token id stands for `tokens_per_id` tokens, so that memory and time of the emulation follow from trajectories
+    and not from tokens; KV and pace are in tokens. Emulated seconds pass `time_scale` times as fast as the event
+    loop's. Unfinished answers are reported every `report_every_s` emulated seconds.
+    """
+
+    pace: Pace
+    max_running: int
+    kv_capacity_tokens: int
+    tokens_per_id: int = 1
+    report_every_s: float = 1.0
+    time_scale: float = 1.0
+    vocab: int = 64

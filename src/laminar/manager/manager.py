@@ -28,6 +28,8 @@ class ManagerRules(Struct, frozen=True, kw_only=True):
     repack_every_s: float
     tick_s: float
     leases_every_s: float
+    repack_dry_run: bool = False
+    """Plans are told, not carried out."""
 
 
 class Manager:
@@ -51,7 +53,9 @@ class Manager:
         self._known = fleet
         self._orders = OrderQueue()
         self._answers: dict[str, Adoption] = {}
-        self._repacker = Repacker(rules.repack, replicas, events) if rules.repack else None
+        self._repacker = (
+            Repacker(rules.repack, replicas, events, dry_run=rules.repack_dry_run) if rules.repack else None
+        )
         self._look_now = asyncio.Event()
 
     async def run(self) -> None:

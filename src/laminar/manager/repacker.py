@@ -18,10 +18,11 @@ from laminar.telemetry.events import Events
 class Repacker:
     """Moves the tails of several replicas onto few."""
 
-    def __init__(self, rules: RepackRules, replicas: Replicas, events: Events) -> None:
+    def __init__(self, rules: RepackRules, replicas: Replicas, events: Events, *, dry_run: bool = False) -> None:
         self._rules = rules
         self._replicas = replicas
         self._events = events
+        self._dry_run = dry_run
         self._idleness: dict[str, IdleState] = {}
 
     def observe(self, load: ReplicaLoad) -> None:
@@ -37,9 +38,11 @@ class Repacker:
         self._events.emit(
             "repack",
             version=plan.moves[0].version,
-            num_released=len(plan.moves),
+            num_released=0 if self._dry_run else len(plan.moves),
             moves=[_described(move, by_id[move.source]) for move in plan.moves],
         )
+        if self._dry_run:
+            return ()
         released = await asyncio.gather(*(self._release(move, by_id[move.source]) for move in plan.moves))
         return tuple(filter(None, released))
 

@@ -6,7 +6,7 @@ let go by `release`; a batch ends only when nothing is here any more.
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -52,9 +52,11 @@ class BatchRun:
         self._limits = limits
         self._stream = stream
         self._here: dict[str, RunningTrajectory] = {}
+        self._unsent: dict[str, RunningTrajectory] = {}
         self._acting: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
         self._due = asyncio.Event()
+        self._fewer = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._arriving = 0
         self._released = False
@@ -63,6 +65,11 @@ class BatchRun:
     def num_acting(self) -> int:
         """Trajectories whose turn is over and that wait for environment or grader."""
         return len(self._acting)
+
+    @property
+    def num_here(self) -> int:
+        """Trajectories that are not finished."""
+        return len(self._here)
 
     @property
     def is_open(self) -> bool:
@@ -77,10 +84,24 @@ class BatchRun:
         if self._group is not None:
             self._go_on(arrivals)
 
+    async def join(self, items: Sequence[WorkItem]) -> None:
+        """Let trajectories join a batch that runs.
+
+        One that is here already came back by way of a data shard that had forgotten who holds it: the newcomer counts.
+        """
+        await self._let_go([item.trajectory_id for item in items if item.trajectory_id in self._here])
+        self.add(items)
+
     def expect(self, arriving: int) -> None:
         """Keep the batch open while `arriving` (+1) or no longer (-1) an adoption is under way."""
         self._arriving += arriving
         self._changed.set()
+
+    async def until_few(self, most: int) -> None:
+        """waits for:  at most so many trajectories to be here, or the batch to be closed"""
+        while self.is_open and len(self._here) > most:
+            self._fewer.clear()
+            await self._fewer.wait()
 
     async def run(self) -> None:
         """Generate until nothing is left here and all of it is told.
@@ -110,7 +131,7 @@ class BatchRun:
         for task in self._acting.values():
             task.cancel()
         unfinished = list(self._here.values())
-        self._queue_unsent(unfinished)
+        self._queue_unsent()
         await self._outbox.send()
         for trajectory in unfinished:
             self._drop(trajectory.item.trajectory_id)
@@ -139,6 +160,7 @@ class BatchRun:
         trajectory = self._here.get(output.request_id)
         if trajectory is not None and output.token_ids:
             trajectory.extend(output.token_ids, output.logprobs)
+            self._unsent[output.request_id] = trajectory
             if trajectory.num_unsent >= self._stream.every_tokens:
                 self._due.set()
         return trajectory
@@ -155,9 +177,11 @@ class BatchRun:
         finally:
             self._acting.pop(trajectory_id, None)
         if finish is None:
+            if trajectory.num_unsent:
+                self._unsent[trajectory_id] = trajectory
             self._go_on([trajectory])
             return
-        self._queue_unsent([trajectory])
+        self._queue(trajectory)
         self._outbox.put(finish)
         self._due.set()
         self._drop(trajectory_id)
@@ -174,7 +198,7 @@ class BatchRun:
                     await self._due.wait()
             await asyncio.sleep(COALESCE_S)
             self._due.clear()
-            self._queue_unsent(self._here.values())
+            self._queue_unsent()
             await self._let_go(await self._outbox.send())
 
     async def _let_go(self, fenced: Sequence[str]) -> None:
@@ -186,15 +210,21 @@ class BatchRun:
                 task.cancel()
             self._drop(trajectory_id)
 
-    def _queue_unsent(self, trajectories: Iterable[RunningTrajectory]) -> None:
-        for trajectory in trajectories:
-            if update := trajectory.take_unsent():
-                self._outbox.put(update)
+    def _queue_unsent(self) -> None:
+        for trajectory in self._unsent.values():
+            self._queue(trajectory)
+        self._unsent.clear()
+
+    def _queue(self, trajectory: RunningTrajectory) -> None:
+        if update := trajectory.take_unsent():
+            self._outbox.put(update)
 
     def _drop(self, trajectory_id: str) -> None:
         self._here.pop(trajectory_id, None)
+        self._unsent.pop(trajectory_id, None)
         self._episodes.forget(trajectory_id)
         self._changed.set()
+        self._fewer.set()
 
     def _engine_is_busy(self) -> bool:
         load = self._engine.load()

@@ -23,8 +23,8 @@ from laminar.schema.trajectories import Batch, Purpose, Sampling
 from laminar.telemetry.events import Events
 from laminar.telemetry.waits import Waits
 
-CLAIM_WAIT_S = 0.5
-"""A replica that gets no batch for so long looks for newer weights before it asks again, so it never starts stale."""
+INTERRUPT_WAIT_S = 60.0
+"""One look for newer weights; a batch that ends meanwhile is noticed by then."""
 
 RETRY_S = 0.1
 """Pause before a relay that restarts is asked again."""
@@ -46,6 +46,12 @@ class ReplicaRules(Struct, frozen=True, kw_only=True):
     limits: EpisodeLimits
     stream: StreamRules
     sampling: dict[Purpose, Sampling]
+    refill_room: int | None = None
+    """New work is claimed whenever there is room for so many trajectories; None: when the batch is done."""
+    interrupts: bool = False
+    """A new version stops the batch, which then goes on under that version."""
+    claim_wait_s: float = 0.5
+    """A replica that gets no batch for so long looks for orders and newer weights before it asks again."""
 
 
 class Replica:
@@ -77,6 +83,8 @@ class Replica:
         self._cycle = 0
         self._freed_by_repack = False
         self._is_stuck = False
+        self._batch_begins = asyncio.Event()
+        self._handing_over = asyncio.Lock()
 
     async def run(self) -> None:
         """Run until cancelled; raises when this replica cannot go on."""
@@ -85,6 +93,10 @@ class Replica:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._report_for_ever())
                 group.create_task(self._cycle_for_ever())
+                if self._rules.refill_room is not None:
+                    group.create_task(self._refill_for_ever(self._rules.refill_room))
+                if self._rules.interrupts:
+                    group.create_task(self._interrupt_for_ever())
         finally:
             await self._engine.close()
 
@@ -109,7 +121,7 @@ class Replica:
         batch.expect(+1)
         try:
             adopted = await self._insist(lambda: self._data.adopt(lease_id, batch.lease_id, version), "adopt")
-            batch.add(adopted.items)
+            await batch.join(adopted.items)
         finally:
             batch.expect(-1)
         return True
@@ -146,6 +158,54 @@ class Replica:
             else:
                 await self._tell_adoption(order, taken_over=False)
 
+    async def _refill_for_ever(self, room: int) -> None:
+        """New work for a batch that goes on.
+
+        waits for:  a batch, then answers that finish, then the data shard's room
+        ends:       cancelled with the replica
+        """
+        while True:
+            batch = await self._open_batch()
+            await batch.until_few(self._rules.batch_trajectories - room)
+            async with self._handing_over:
+                if batch.is_open:
+                    await self._refill(batch)
+
+    async def _refill(self, batch: BatchRun) -> None:
+        """Claim under a lease of its own, and move what that brings into the batch."""
+        lease_id = self._new_lease()
+        room = self._rules.batch_trajectories - batch.num_here
+        batch.expect(+1)
+        try:
+            version, wait_s = batch.version, self._rules.claim_wait_s
+            claimed = await self._insist(lambda: self._data.claim(lease_id, version, room, wait_s), "claim")
+            if claimed.items:
+                adopted = await self._insist(lambda: self._data.adopt(lease_id, batch.lease_id, version), "adopt")
+                await batch.join(adopted.items)
+        finally:
+            batch.expect(-1)
+
+    async def _interrupt_for_ever(self) -> None:
+        """Stop a batch for new weights, and go on with it under them.
+
+        waits for:  a batch, then a newer version  <- the relay completes one
+        ends:       cancelled with the replica
+        """
+        while True:
+            batch = await self._open_batch()
+            newest = await self._newer_than(batch.version, INTERRUPT_WAIT_S)
+            async with self._handing_over:
+                if newest is not None and newest > batch.version and batch is self._batch and batch.is_open:
+                    await batch.release()
+                    self._next = self._next or Adoption(lease_id=batch.lease_id, version=newest)
+
+    async def _open_batch(self) -> BatchRun:
+        """waits for:  a batch that more trajectories may join"""
+        while self._batch is None or not self._batch.is_open:
+            self._batch_begins.clear()
+            await self._batch_begins.wait()
+        return self._batch
+
     async def _next_order(self) -> Adoption | None:
         self._phase = "idle"
         told = await self._report()
@@ -166,10 +226,15 @@ class Replica:
                 await asyncio.sleep(RETRY_S)
 
     async def _there_are_weights(self, wait_s: float) -> bool:
+        return await self._newer_than(None, wait_s) is not None
+
+    async def _newer_than(self, version: int | None, wait_s: float) -> int | None:
+        """None also if the relay is lost."""
         try:
-            return await self._weights.wait_newer(None, max(0.0, wait_s)) is not None
+            return await self._weights.wait_newer(version, max(0.0, wait_s))
         except (PeerLost, DeadlinePassed):
-            return False
+            await asyncio.sleep(RETRY_S)
+            return None
 
     async def _load(self, version: int | None) -> bool:
         """Swap in a version (None: the newest); False if the relay does not hold it, or was lost on the way."""
@@ -193,8 +258,8 @@ class Replica:
 
     async def _claim(self) -> ClaimedBatch:
         lease_id = self._new_lease()
-        version, num = self._held_version(), self._rules.batch_trajectories
-        return lease_id, await self._insist(lambda: self._data.claim(lease_id, version, num, CLAIM_WAIT_S), "claim")
+        version, num, wait_s = self._held_version(), self._rules.batch_trajectories, self._rules.claim_wait_s
+        return lease_id, await self._insist(lambda: self._data.claim(lease_id, version, num, wait_s), "claim")
 
     async def _take_over(self, order: Adoption) -> ClaimedBatch:
         lease_id, version = self._new_lease(), self._held_version()
@@ -229,6 +294,7 @@ class Replica:
         run = self._begin(lease_id, self._held_version(), batch)
         started_s = asyncio.get_running_loop().time()
         self._batch, self._phase = run, "generating"
+        self._batch_begins.set()
         try:
             await run.run()
         finally:

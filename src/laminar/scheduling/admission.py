@@ -32,13 +32,15 @@ class AdmissionState(Struct, frozen=True, kw_only=True):
 
     `in_flight_groups` were issued and are not complete, `returned_trajectories` are members of them that nobody runs,
     `ready_groups` are complete and wait, `taken_groups` went to the trainer, `total_groups` is what the whole run
-    trains (None: no end). `version` is that of the replica that claims.
+    trains (None: no end), `allowed_groups` what the schedule lets be issued until now (None: any number). `version` is
+    that of the replica that claims.
     """
 
     in_flight_groups: int
     ready_groups: int
     taken_groups: int
     total_groups: int | None = None
+    allowed_groups: int | None = None
     returned_trajectories: int = 0
     version: int = 0
 
@@ -72,8 +74,9 @@ def _room(state: AdmissionState, rules: AdmissionRules) -> int:
     """Groups that may be added; negative after a rewind put taken groups back."""
     ahead = state.in_flight_groups + state.ready_groups
     room = rules.max_groups_ahead - ahead
-    if state.total_groups is not None:
-        room = min(room, state.total_groups - state.taken_groups - ahead)
+    for bound in (state.total_groups, state.allowed_groups):
+        if bound is not None:
+            room = min(room, bound - state.taken_groups - ahead)
     if rules.lockstep is not None:
         room = min(room, (state.version + 1) * rules.lockstep - state.taken_groups - ahead)
     return room

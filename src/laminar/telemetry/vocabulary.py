@@ -298,6 +298,12 @@ class LearnerLoaded(Fact, frozen=True, kw_only=True):
     step: int
 
 
+class Fault(Fact, frozen=True, kw_only=True):
+    """A simulation broke something on purpose; `what` names the kind of fault."""
+
+    what: str
+
+
 class CommandFailed(Fact, frozen=True, kw_only=True):
     """The manager could not carry out an order; it decides anew."""
 
