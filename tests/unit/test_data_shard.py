@@ -12,6 +12,7 @@ from laminar.data.ports import DataRules
 from laminar.data.shard import DataShard, Wait
 from laminar.scheduling.order import prompt_at, trajectory_seed
 from laminar.scheduling.sampling import Draw, ReadyGroup, SamplingRules
+from laminar.scheduling.schedules import SCHEDULES
 from laminar.schema.errors import ConfigError, RunFailed, UserError
 from laminar.schema.fleet import Lease
 from laminar.schema.tokens import pack_ids, pack_logprobs
@@ -297,8 +298,8 @@ async def test_a_group_with_one_gradable_member_is_dropped_as_a_whole():
     world.check()
 
 
-async def test_in_lockstep_a_group_is_answered_only_by_the_version_before_its_step_also_after_a_resume():
-    world = World(lockstep=2, group_size=2, max_groups_ahead=8)
+async def test_in_a_deterministic_run_a_group_is_answered_only_by_the_version_before_its_step_also_after_a_resume():
+    world = World(deterministic=True, schedule=SCHEDULES["sync"], groups_per_step=2, group_size=2, max_groups_ahead=8)
     first = await world.claim("a", version=0, num=8)
     assert len(first.items) == 4, "two groups a step"
     assert await world.claim("b", version=0, num=8) == Batch(), "the rest needs version 1"
@@ -316,7 +317,7 @@ async def test_in_lockstep_a_group_is_answered_only_by_the_version_before_its_st
 
 
 async def test_an_answer_may_have_to_begin_anew_wherever_it_goes_on():
-    world = World(keep_partial=False)
+    world = World(deterministic=True, schedule=SCHEDULES["sync"], groups_per_step=1)
     batch = await world.claim("a", version=0)
     await world.append("a", batch.items[0], [1, 2, 3], 0)
     adopted = await world.shard.adopt("a", "b", 0)

@@ -8,7 +8,6 @@ from laminar.scheduling.admission import (
     AdmissionState,
     groups_to_draw,
     is_outdated,
-    lockstep_version,
     max_buffer_wait,
     plan_issue,
 )
@@ -42,21 +41,6 @@ def test_a_draw_keeps_every_bound_and_is_as_large_as_they_allow(
     assert not allowed(drawn + 1)
     assert issue.num_returned == min(returned, asked)
     assert groups_to_draw(state, rules, asked) == drawn
-
-
-@settings(deadline=None)
-@given(groups_per_step=st.integers(1, 6), asked=st.integers(0, 40), moves=st.lists(st.integers(0, 1_000), max_size=100))
-def test_in_lockstep_every_group_is_drawn_under_the_version_before_its_step(groups_per_step, asked, moves):
-    rules = AdmissionRules(max_groups_ahead=1_000, group_size=1, lockstep=groups_per_step)
-    version = issued = 0
-    for move in moves:
-        state = AdmissionState(in_flight_groups=issued, ready_groups=0, taken_groups=0, version=version)
-        drawn = groups_to_draw(state, rules, asked)
-        assert {lockstep_version(rank, groups_per_step) for rank in range(issued, issued + drawn)} <= {version}
-        assert drawn == min(asked, (version + 1) * groups_per_step - issued)
-        issued += drawn
-        if issued == (version + 1) * groups_per_step and move % 2:
-            version += 1
 
 
 def test_what_came_back_is_issued_before_new_prompts_even_beyond_the_bound():

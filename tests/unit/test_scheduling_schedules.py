@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from laminar.scheduling.schedules import SCHEDULES, Schedule, groups_allowed, groups_needed, schedule_named
+from laminar.scheduling.schedules import (
+    SCHEDULES,
+    Schedule,
+    groups_allowed,
+    groups_needed,
+    only_version,
+    schedule_named,
+)
 
 
 def test_laminar_binds_nobody():
@@ -15,6 +22,18 @@ def test_laminar_binds_nobody():
 def test_sync_lets_exactly_the_next_step_begin():
     assert groups_allowed(SCHEDULES["sync"], version=0, num_completed=0, groups_per_step=8) == 8
     assert groups_allowed(SCHEDULES["sync"], version=3, num_completed=24, groups_per_step=8) == 32
+
+
+@given(groups_per_step=st.integers(1, 6), drawn=st.lists(st.integers(0, 10), max_size=60))
+def test_sync_draws_each_group_under_its_only_version(groups_per_step: int, drawn: list[int]):
+    version = issued = 0
+    for asked in drawn:
+        allowed = groups_allowed(SCHEDULES["sync"], version, issued, groups_per_step)
+        assert allowed is not None
+        num = min(asked, allowed - issued)
+        assert {only_version(rank, groups_per_step) for rank in range(issued, issued + num)} <= {version}
+        issued += num
+        version += issued == allowed
 
 
 def test_one_step_lets_a_step_begin_when_the_one_before_is_complete_and_at_most_one_version_behind():

@@ -55,9 +55,10 @@ def test_a_run_draws_what_its_steps_train_and_not_more() -> None:
 def test_a_deterministic_run_leaves_nothing_to_chance() -> None:
     run = config(deterministic=True, trainer={"groups_per_step": 3})
     rules = data_rules(run)
-    assert (rules.sampler, rules.lockstep, rules.keep_partial) == ("prompt_order", 3, False)
+    assert (rules.sampler, rules.deterministic, rules.groups_per_step) == ("prompt_order", True, 3)
+    assert rules.schedule.max_lag == 0
     assert manager_rules(run).repack is None
-    assert data_rules(config()).lockstep is None
+    assert not data_rules(config()).deterministic
 
 
 @pytest.mark.parametrize(

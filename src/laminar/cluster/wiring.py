@@ -22,8 +22,8 @@ PORT_DEADLINE_S = 120.0
 
 
 def schedule_of(config: RunConfig) -> Schedule:
-    """Who may start what when."""
-    return schedule_named(config.schedule, config.max_lag)
+    """Who may start what when; each step of a deterministic run waits for the one before."""
+    return schedule_named("sync" if config.deterministic else config.schedule, config.max_lag)
 
 
 def replica_rules(
@@ -61,8 +61,7 @@ def data_rules(config: RunConfig) -> DataRules:
         data_failures=data.data_failures,
         incomplete_groups=data.incomplete_groups,
         sampler="prompt_order" if config.deterministic else data.sampler,
-        lockstep=config.trainer.groups_per_step if config.deterministic else None,
-        keep_partial=not config.deterministic,
+        deterministic=config.deterministic,
         eviction=data.eviction,
         max_staleness=data.max_staleness,
         total_groups=config.trainer.num_steps * config.trainer.groups_per_step,
@@ -126,7 +125,7 @@ def manager_rules(config: RunConfig) -> ManagerRules:
             max_running=useful_batch(config),
             strict_idleness=manager.repack.strict_idleness,
         )
-        if manager.repack.enabled and not config.deterministic and schedule_of(config).repacks
+        if manager.repack.enabled and schedule_of(config).repacks
         else None,
         repack_every_s=manager.repack.every_s,
         repack_dry_run=manager.repack.dry_run,

@@ -31,9 +31,7 @@ class Claims:
         self._prompts = prompts
         self._buffer = buffer
         self._evaluations = evaluations
-        self._admission = AdmissionRules(
-            max_groups_ahead=rules.max_groups_ahead, group_size=rules.group_size, lockstep=rules.lockstep
-        )
+        self._admission = AdmissionRules(max_groups_ahead=rules.max_groups_ahead, group_size=rules.group_size)
 
     @property
     def wait_for_completions(self) -> bool:
@@ -74,7 +72,6 @@ class Claims:
             allowed_groups=groups_allowed(rules.schedule, version, num_ready + num_taken, rules.groups_per_step),
             total_groups=rules.total_groups,
             returned_trajectories=num_returned,
-            version=version,
         )
 
     def _item(self, trajectory: Trajectory) -> WorkItem:

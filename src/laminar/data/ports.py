@@ -47,10 +47,8 @@ class DataRules(Struct, frozen=True, kw_only=True):
     data_failures: int = 2
     incomplete_groups: Literal["train_rest", "drop"] = "train_rest"
     sampler: str = "fifo"
-    lockstep: int | None = None
-    """See `scheduling.admission.AdmissionRules`."""
-    keep_partial: bool = True
-    """Off: an answer that is interrupted begins anew instead of going on elsewhere."""
+    deterministic: bool = False
+    """An answer that is interrupted begins anew, under its step's only version; goes with a schedule without lag."""
     eviction: str = "none"
     max_staleness: int | None = None
     total_groups: int | None = None

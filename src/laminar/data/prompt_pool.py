@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from laminar.data.ledger import Group, Ledger, Trajectory
 from laminar.data.ports import DataRules, Prompts
-from laminar.scheduling.admission import lockstep_version
 from laminar.scheduling.order import prompt_at
+from laminar.scheduling.schedules import only_version
 from laminar.schema.errors import UserError
 
 
@@ -79,17 +79,17 @@ class PromptPool:
 
         Tokens of an older version than the claim are given up: nobody loads that version any more.
         """
-        if self._rules.lockstep is not None and self._lockstep_version(group, self._rules.lockstep) != version:
+        if self._rules.deterministic and self._only_version(group) != version:
             return []
         return [t for t in group.in_state("waiting") if t.response.version is None or t.response.version <= version]
 
-    def _lockstep_version(self, group: Group, groups_per_step: int) -> int:
+    def _only_version(self, group: Group) -> int:
         """Groups that are settled and were trained come before all others."""
         position = group.row.position
         before = sum(
             other.row.purpose == "training" and other.row.position < position for other in self._ledger.groups.values()
         )
-        return lockstep_version(self._ledger.trained_groups_by_step.total() + before, groups_per_step)
+        return only_version(self._ledger.trained_groups_by_step.total() + before, self._rules.groups_per_step)
 
     def _draw_one(self) -> Group:
         position = self._ledger.position.cursor

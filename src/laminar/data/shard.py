@@ -99,7 +99,7 @@ class DataShard:
             began_s = rows.position().now_s
             self._ledger = Ledger(journal, events, lambda: began_s + loop.time() - started_s)
             self._pool = PartialPool(
-                self._ledger, keeps_partial=rules.keep_partial, mixes_versions=rules.schedule.interrupts
+                self._ledger, keeps_partial=not rules.deterministic, mixes_versions=rules.schedule.interrupts
             )
             self._prompts = PromptPool(self._ledger, prompts, rules)
             self._buffer = ExperienceBuffer(self._ledger, rules)
@@ -276,7 +276,7 @@ class DataShard:
         self._go_back(checkpoint_step)
         for group in list(self._ledger.groups.values()):
             for trajectory in group.in_state("running", "waiting"):
-                keep_tokens = self._rules.keep_partial and trajectory.response.version == checkpoint_step
+                keep_tokens = not self._rules.deterministic and trajectory.response.version == checkpoint_step
                 if trajectory.row.state == "running":
                     self._pool.give_back(trajectory, "returned: the run was resumed", keep_tokens=keep_tokens)
                 elif not keep_tokens and trajectory.response.num_tokens:

@@ -16,15 +16,10 @@ from msgspec import Struct
 
 
 class AdmissionRules(Struct, frozen=True, kw_only=True):
-    """`max_groups_ahead` is the bound A; `group_size` the trajectories of one prompt.
-
-    `lockstep` is the number of groups that a step trains if each of them must come from the version before that step
-    (`lockstep_version`), None if replicas go at their own pace.
-    """
+    """`max_groups_ahead` is the bound A; `group_size` the trajectories of one prompt."""
 
     max_groups_ahead: int
     group_size: int
-    lockstep: int | None = None
 
 
 class AdmissionState(Struct, frozen=True, kw_only=True):
@@ -32,8 +27,7 @@ class AdmissionState(Struct, frozen=True, kw_only=True):
 
     `in_flight_groups` were issued and are not complete, `returned_trajectories` are members of them that nobody runs,
     `ready_groups` are complete and wait, `taken_groups` went to the trainer, `total_groups` is what the whole run
-    trains (None: no end), `allowed_groups` what the schedule lets be issued until now (None: any number). `version` is
-    that of the replica that claims.
+    trains (None: no end), `allowed_groups` what the schedule lets be issued until now (None: any number).
     """
 
     in_flight_groups: int
@@ -42,7 +36,6 @@ class AdmissionState(Struct, frozen=True, kw_only=True):
     total_groups: int | None = None
     allowed_groups: int | None = None
     returned_trajectories: int = 0
-    version: int = 0
 
 
 class Issue(Struct, frozen=True, kw_only=True):
@@ -77,14 +70,7 @@ def _room(state: AdmissionState, rules: AdmissionRules) -> int:
     for bound in (state.total_groups, state.allowed_groups):
         if bound is not None:
             room = min(room, bound - state.taken_groups - ahead)
-    if rules.lockstep is not None:
-        room = min(room, (state.version + 1) * rules.lockstep - state.taken_groups - ahead)
     return room
-
-
-def lockstep_version(rank: int, groups_per_step: int) -> int:
-    """The one version that may answer the group of this rank among those that were not dropped, from 0."""
-    return rank // groups_per_step
 
 
 def is_outdated(version: int, published_before: int, published_now: int) -> bool:

@@ -74,6 +74,14 @@ def groups_allowed(schedule: Schedule, version: int, num_completed: int, groups_
     return min(bounds, default=None)
 
 
+def only_version(rank: int, groups_per_step: int) -> int:
+    """With `max_lag` 0, the version of the answers to the group of this rank among those that were not dropped, from 0.
+
+    An answer that comes back must wait for it where weights of older steps are about, as after a resume.
+    """
+    return rank // groups_per_step
+
+
 def groups_needed(schedule: Schedule, part: int, num_groups: int, groups_per_step: int) -> int:
     """Complete groups that must be ready before mini-batch `part` of a step may draw its `num_groups`."""
     return groups_per_step if schedule.trains_whole_steps and part == 0 else num_groups
