@@ -4,7 +4,8 @@
     python benchmarks/relay_delta.py --small         # a few million parameters
 
 A model of these shapes takes AdamW steps (float32) on next-token loss, and every step is published in bfloat16 down a
-chain of three relays over loopback, with changes and without; every relay's bytes are compared with the learner's.
+chain of three relays, over links of a given rate (network namespaces; root), with changes and without; every relay's
+bytes are compared with the learner's.
 `dense` changes every element. `wire` is what one hop carried; `encode` and `apply` are one thread's work for the whole
 version; `last` is from the publish to the last relay.
 """
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from laminar.relay import benchmark, delta
+from laminar.relay import benchmark, delta, netns
 from laminar.relay.benchmark import SECRET, Started, started
 from laminar.relay.member import ChainRules
 from laminar.relay.process import KeepOrder, RelayOrder
@@ -40,16 +42,20 @@ def main() -> None:
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 1e-5])
     parser.add_argument("--steps", type=int, default=6, help="AdamW steps per learning rate; the first three warm up")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--mbit", type=float, default=400.0, help="rate of the links, each way")
     options = parser.parse_args()
+    reason = netns.missing()
+    if reason is not None:
+        sys.exit(f"no namespaces here: {reason}")
     torch.set_num_threads(2)
     rows = []
     for lr in options.lr:
         versions = list(trained(lr, options.steps, small=options.small))
-        rows.append({"lr": lr} | compare(versions))
+        rows.append({"lr": lr} | compare(versions, options.mbit))
     dense = [
         {"w": torch.full((50_000_000 if not options.small else 2_000_000,), float(at)).bfloat16()} for at in range(6)
     ]
-    rows.append({"lr": "dense"} | compare(dense))
+    rows.append({"lr": "dense"} | compare(dense, options.mbit))
     print(json.dumps({"benchmark": "relay_delta", "machine": benchmark.machine(), "rows": rows}))
 
 
@@ -74,14 +80,14 @@ def trained(lr: float, steps: int, *, small: bool) -> Iterator[dict[str, Tensor]
         yield {name: tensor.detach().bfloat16() for name, tensor in model.named_parameters()}
 
 
-def compare(versions: list[dict[str, Tensor]]) -> dict[str, Any]:
+def compare(versions: list[dict[str, Tensor]], mbit_per_s: float) -> dict[str, Any]:
     """Both ways down a chain, and the work of one thread."""
     old, new = versions[-2:]
     num = sum(tensor.numel() for tensor in new.values())
     changed = sum(int((old[name] != new[name]).sum()) for name in new)
     row: dict[str, Any] = {"payload_mib": round(num * 2 / 2**20, 1), "changed_percent": round(100 * changed / num, 2)}
     for with_deltas in (True, False):
-        row["changes" if with_deltas else "full"] = asyncio.run(down_the_chain(versions, with_deltas))
+        row["changes" if with_deltas else "full"] = asyncio.run(down_the_chain(versions, with_deltas, mbit_per_s))
     row["wire_percent"] = round(100 * row["changes"]["wire_mib"] / row["full"]["wire_mib"], 2)
     row["last / full"] = round(row["changes"]["last_ms"] / row["full"]["last_ms"], 3)
     return row | work(old, new)
@@ -106,11 +112,12 @@ def work(old: dict[str, Tensor], new: dict[str, Tensor]) -> dict[str, float]:
     return {"encode_ms": round(encode_s * 1e3, 1), "apply_ms": round(apply_s * 1e3, 1)}
 
 
-async def down_the_chain(versions: list[dict[str, Tensor]], with_deltas: bool) -> dict[str, float]:
+async def down_the_chain(versions: list[dict[str, Tensor]], with_deltas: bool, mbit_per_s: float) -> dict[str, float]:
     wire, last = [], []
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        relays = list(chain(folder, stack, with_deltas))
+        lab = stack.enter_context(netns.lab(len(NAMES), mbit_per_s=mbit_per_s))
+        relays = list(chain(folder, stack, lab, with_deltas))
         async with WeightPublisher(folder / NAMES[0], SECRET, rules=benchmark.RULES) as publisher:
             for version, tensors in enumerate(versions):
                 started_s = time.monotonic()
@@ -129,14 +136,21 @@ async def down_the_chain(versions: list[dict[str, Tensor]], with_deltas: bool) -
     }
 
 
-def chain(folder: Path, stack: contextlib.ExitStack, with_deltas: bool) -> Iterator[Started]:
-    keeper = stack.enter_context(started(KeepOrder(secret=SECRET)))
-    for name in NAMES:
+def chain(folder: Path, stack: contextlib.ExitStack, lab: netns.Lab, with_deltas: bool) -> Iterator[Started]:
+    first = lab.machines[0]
+    keeper = stack.enter_context(started(KeepOrder(secret=SECRET, host=first.address), first.prefix))
+    for name, place in zip(NAMES, lab.machines, strict=True):
         rules = ChainRules(
-            relay_id=name, keeper_host=keeper.host, keeper_port=keeper.port, with_deltas=with_deltas, beat_s=0.2
+            relay_id=name,
+            machine=name,
+            host=place.address,
+            keeper_host=keeper.host,
+            keeper_port=keeper.port,
+            with_deltas=with_deltas,
+            beat_s=0.2,
         )
         order = RelayOrder(secret=SECRET, socket_path=str(folder / name), rules=rules)
-        yield stack.enter_context(started(order))
+        yield stack.enter_context(started(order, place.prefix))
         keeper.until(lambda event, n=name: event["kind"] == "chain_changed" and n in event["order"])
 
 

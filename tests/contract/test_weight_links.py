@@ -22,7 +22,7 @@ from laminar.relay.publisher import WeightPublisher
 from laminar.relay.pushing import ChainPublisher
 from laminar.relay.reader import WeightReader
 from laminar.relay.service import RelayService
-from laminar.relay.tensors import Slice
+from laminar.relay.tensors import Rows, Slice
 from laminar.rollout.ports import WeightSource
 from laminar.schema.errors import RunFailed, WeightsUnavailable
 from laminar.trainer.ports import WeightSink
@@ -379,6 +379,13 @@ async def test_a_tensor_parallel_worker_sees_its_share(open_link: OpenLink) -> N
         assert torch.equal(torch.cat([share["column"] for share in shares]), tensors["column"])
         assert torch.equal(torch.cat([share["row"] for share in shares], dim=1), tensors["row"])
         assert all(torch.equal(share["whole"], tensors["whole"]) for share in shares)
+        uneven = {"column": Rows(dim=0, start=3, stop=8), "row": Rows(dim=1, start=0, stop=0)}
+        async with link.source.lease(None, uneven) as weights:  # type: ignore[call-arg]
+            assert torch.equal(weights.tensors["column"], tensors["column"][3:])
+            assert weights.tensors["row"].shape == (6, 0)
+        async with link.source.lease(None, {"whole": Rows(dim=0, start=0, stop=6)}) as weights:  # type: ignore[call-arg]
+            with pytest.raises(ValueError, match="no elements 0 to 6 along dimension 0"):
+                weights.tensors["whole"]
         async with link.source.lease(None, {"whole": Slice(dim=0, rank=0, world_size=4)}) as weights:  # type: ignore[call-arg]
             with pytest.raises(ValueError, match="no 4 equal parts"):
                 weights.tensors["whole"]

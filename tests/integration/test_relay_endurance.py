@@ -1,13 +1,18 @@
 """Hundreds of versions: nothing torn, nothing grows."""
 
 import asyncio
+import logging
 from pathlib import Path
 
+import chain_kit
+import psutil
 import pytest
 import relay_kit as kit
 
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
+
+log = logging.getLogger(__name__)
 
 NUM_PUBLISHED = 200
 NUM_SEEN = 50
@@ -57,3 +62,32 @@ async def test_memory_and_descriptors_stay_flat(path: Path) -> None:
     assert relay_after[0] == relay_before[0]
     assert ours_after[1] < ours_before[1] + (4 << 20)
     assert relay_after[1] < relay_before[1] + (2 << 20)
+
+
+async def test_memory_stays_flat_over_a_thousand_versions_down_a_chain(tmp_path: Path) -> None:
+    def memory() -> dict[str, int]:
+        """KiB, without what processes share; and of /dev/shm."""
+        used = {name: psutil.Process(relay.pid).memory_full_info().uss >> 10 for name, relay in chain.relays.items()}
+        used["keeper"] = psutil.Process(chain.keeper.pid).memory_full_info().uss >> 10
+        return used | {"/dev/shm": psutil.disk_usage("/dev/shm").used >> 10 if Path("/dev/shm").is_dir() else 0}
+
+    async def publish(first: int, last: int) -> None:
+        for version in range(first, last):
+            await publisher.publish(version, kit.weights(version, 10, 5_000))
+            await reader.wait_newer(version - 1, 20.0)
+            async with reader.lease() as held:
+                assert kit.is_of(held.tensors["w3"], held.version)
+
+    with chain_kit.chain_of_processes(tmp_path, ("a", "b", "c")) as chain:
+        async with (
+            WeightPublisher(chain.socket("a"), chain_kit.SECRET) as publisher,
+            WeightReader(chain.socket("c"), chain_kit.SECRET) as reader,
+        ):
+            await publish(0, 100)
+            before = memory()
+            await publish(100, 1_100)
+            after = memory()
+    log.info("KiB before and after 1,000 versions: %s, %s", before, after)
+    for name, used in after.items():
+        if name != "/dev/shm":  # others use it, too
+            assert used < before[name] + (4 << 10), (name, before, after)

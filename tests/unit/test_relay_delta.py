@@ -68,6 +68,15 @@ def test_an_encoder_gives_up_on_dense_changes_and_answers_the_same_again():
     assert fresh.num_bytes == len(first)
 
 
+def test_an_encoder_gives_up_where_the_link_is_faster_than_the_search_and_not_where_it_is_slower():
+    old, new = changed(1 << 19, 0.01)
+    for bytes_per_s, goes_on in ((1e13, False), (5e7, True), (0.0, True)):
+        encoder = DeltaEncoder(VersionKey(1, 1), bytes_per_s)
+        found = [encoder.encode(index, view(old), view(new)) for index in range(300)]
+        assert (found[-1] is not None) == goes_on
+        assert found[0] is not None
+
+
 @given(st.binary(max_size=80))
 def test_forged_changes_are_refused_or_stay_inside_the_chunk(noise):
     memory = np.zeros(96, np.uint16)

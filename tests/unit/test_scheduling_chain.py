@@ -11,7 +11,6 @@ from laminar.scheduling.chain import (
     best_chunk_bytes,
     broadcast_s,
     elect_master,
-    missing_chunks,
     plan_chain,
     repair_chain,
 )
@@ -89,11 +88,3 @@ def test_the_paper_s_broadcast_of_32b_to_128_machines_is_met_within_7_percent():
 
 def test_free_start_up_makes_chunks_as_small_as_allowed():
     assert best_chunk_bytes(8, 2**30, startup_s=0.0, bytes_per_s=1e9) == MIN_CHUNK_BYTES
-
-
-@settings(deadline=None)
-@given(st.integers(0, 40), st.sets(st.integers(0, 50)), st.none() | st.sets(st.integers(0, 50)))
-def test_only_missing_chunks_that_are_there_are_sent_in_order(num_chunks, received, available):
-    sent = missing_chunks(num_chunks, received, available)
-    offered = set(range(num_chunks)) if available is None else available & set(range(num_chunks))
-    assert sent == sorted(offered - received)

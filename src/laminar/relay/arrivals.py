@@ -6,7 +6,7 @@ read stays as it is until the thread has let go of the slot (`VersionStore.use`)
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import xxhash
 
@@ -202,13 +202,12 @@ class Board:
                 del self._arrivals[arrival.key.version]
             self.changed.notify_all()
 
-    def keep(self, slots: Iterable[int]) -> None:
-        """Forget complete versions whose slot is not among these."""
-        kept = set(slots)
+    def keep(self, places: Mapping[int, SlotMemory]) -> None:
+        """Forget complete versions that do not lie there any more."""
         with self.changed:
-            for arrival in list(self._arrivals.values()):
-                if arrival.is_whole and arrival.slot.slot_id not in kept:
-                    del self._arrivals[arrival.key.version]
+            for version, arrival in list(self._arrivals.items()):
+                if arrival.is_whole and places.get(version) is not arrival.slot:
+                    del self._arrivals[version]
 
     def clear(self) -> None:
         """Forget all, and with them the maps of their memory."""

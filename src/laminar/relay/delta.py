@@ -10,6 +10,7 @@ Invariant: `apply` gives exactly the bytes that were encoded, or raises `BadFram
 
 import struct
 import threading
+import time
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,10 @@ MAX_SHARE = 0.5
 
 PROBE_BYTES = 4 << 20
 """An encoder gives up after so many dense bytes in a row; comparing them takes under two milliseconds."""
+
+PROBE_S = 0.005
+"""It gives up as well when looking for changes has cost so much more than it has saved: over links that are faster than
+the search, whole chunks are."""
 
 HEADER = struct.Struct(">BI")
 GAP_TYPES: dict[int, type[np.unsignedinteger]] = {1: np.uint8, 2: np.uint16}
@@ -61,11 +66,13 @@ def apply(changes: memoryview, old: memoryview, into: memoryview) -> None:
 class DeltaEncoder:
     """Changes of one version against one base, chunk by chunk; each is computed or received once and kept.
 
-    Several threads may send from it.
+    `bytes_per_s` is what the slowest link behind takes, 0 if that is not known. Several threads may send from it.
     """
 
-    def __init__(self, base: VersionKey) -> None:
+    def __init__(self, base: VersionKey, bytes_per_s: float = 0.0) -> None:
         self.base = base
+        self._bytes_per_s = bytes_per_s
+        self._balance_s = 0.0
         self._known: dict[int, bytes | None] = {}
         self._num_dense_bytes = 0
         self._lock = threading.Lock()
@@ -87,10 +94,18 @@ class DeltaEncoder:
         with self._lock:
             if index in self._known:
                 return self._known[index]
-            gave_up = self._num_dense_bytes >= PROBE_BYTES
-        changes = None if gave_up else encode(old, new)
+            gave_up = self._num_dense_bytes >= PROBE_BYTES or self._balance_s < -PROBE_S
+        if gave_up:
+            self.add(index, None)
+            return None
+        started_s = time.perf_counter()
+        changes = encode(old, new)
+        worked_s = time.perf_counter() - started_s
         with self._lock:
             self._num_dense_bytes = self._num_dense_bytes + len(new) if changes is None else 0
+            if self._bytes_per_s:
+                saved_bytes = 0 if changes is None else len(new) - len(changes)
+                self._balance_s += saved_bytes / self._bytes_per_s - worked_s
         self.add(index, changes)
         return changes
 

@@ -16,7 +16,8 @@ from laminar.scheduling.chunks import chunks_touching, may_overtake
 class Feeder:
     """Feeds one relay for the time of one epoch. `run` blocks: it is for a thread of its own.
 
-    `hold` keeps the memory of a version in place and says whether it is still there, `let_go` ends that.
+    `hold` keeps the memory of a version in place and says whether it is still there, `let_go` ends that; `bytes_per_s`
+    is what the slowest link of the chain takes, 0 if unknown.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Feeder:
         let_go: Callable[[Arrival], None],
         alive_s: float,
         with_deltas: bool,
+        bytes_per_s: Callable[[], float],
     ) -> None:
         self._link = link
         self._board = board
@@ -37,6 +39,7 @@ class Feeder:
         self._let_go = let_go
         self._alive_s = alive_s
         self._with_deltas = with_deltas
+        self._bytes_per_s = bytes_per_s
         self._overtook = False
         self._fed: VersionKey | None = None
         self._num_rewinds = board.num_rewinds
@@ -162,7 +165,7 @@ class Feeder:
         if base is None or not self._hold(base):
             return None
         if arrival.deltas is None:
-            arrival.deltas = DeltaEncoder(base.key)
+            arrival.deltas = DeltaEncoder(base.key, self._bytes_per_s())
         return base
 
     def _changes(

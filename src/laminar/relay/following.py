@@ -59,8 +59,9 @@ class HopMeter:
 
     @property
     def startup_s(self) -> float:
-        """Seconds that a chunk takes besides its bytes: half a round trip, and the work of this relay."""
-        return self.rtt_s / 2 + self._chunk_s
+        """Seconds that a chunk takes besides its bytes: half a round trip, the work of taking it, and as much again of
+        sending it on."""
+        return self.rtt_s / 2 + 2 * self._chunk_s
 
     def begin(self, now_s: float) -> None:
         """The first chunk of a version is about to come."""

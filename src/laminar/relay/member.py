@@ -286,6 +286,7 @@ class ChainMember:
             let_go=self.calls.let_go,
             alive_s=min(1.0, rules.deadline_s / 4),
             with_deltas=rules.with_deltas,
+            bytes_per_s=lambda: self._topology.bytes_per_s,
         )
 
         def stop() -> None:

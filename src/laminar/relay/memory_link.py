@@ -16,7 +16,7 @@ from laminar.engines.protocol import Weights
 from laminar.relay.messages import RelayStatus
 from laminar.relay.slots import PrivateSlot
 from laminar.relay.store import VersionStore
-from laminar.relay.tensors import MappedTensors, Slice, copy_all, layout_of, view, whole
+from laminar.relay.tensors import MappedTensors, Selection, copy_all, layout_of, view, whole
 
 HOLDER = 0
 """There is one process, which holds everything."""
@@ -66,7 +66,7 @@ class MemoryLink:
 
     @contextlib.asynccontextmanager
     async def lease(
-        self, version: int | None = None, slices: Mapping[str, Slice] | None = None
+        self, version: int | None = None, slices: Mapping[str, Selection] | None = None
     ) -> AsyncIterator[Weights]:
         """Show a version (None: the newest one), kept while the context is open."""
         lease = self._store.lease(HOLDER, version)

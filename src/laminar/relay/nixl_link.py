@@ -71,8 +71,8 @@ class Agent:
             self.nixl.create_backend("UCX", {"engine_config": f"TLS={TRANSPORTS[kind]}"})
         except api.nixlBind.nixlBackendError as error:
             raise UserError(
-                f"relay.link is {kind}, but UCX finds no {TRANSPORTS[kind]} transport on this machine ({error}); "
-                "use relay.link: tcp, or install the drivers of the RDMA network card"
+                f"link {kind} was asked for, but UCX finds no {TRANSPORTS[kind]} transport on this machine ({error}); "
+                "use link tcp, or install the drivers of the RDMA network card"
             ) from None
 
     def register(self, memory: memoryview) -> tuple[Any, int]:
@@ -246,7 +246,7 @@ def _library() -> Any:
             api.logger.setLevel(logging.WARNING)  # it would print to standard output
             return api
     raise UserError(
-        "a relay.link other than tcp needs NIXL: pip install --no-deps nixl-cu12 (all that it needs is here already)"
+        "a link other than tcp needs NIXL: pip install 'laminar-rl[rdma]', or pip install --no-deps nixl-cu12"
     )
 
 

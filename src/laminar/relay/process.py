@@ -18,7 +18,9 @@ from msgspec import Struct
 
 from laminar.relay.keeper import ChainKeeper, KeeperRules
 from laminar.relay.member import ChainMember, ChainRules
+from laminar.relay.server import first_of
 from laminar.relay.service import RelayService
+from laminar.schema.errors import UserError
 from laminar.telemetry.events import Events
 
 
@@ -100,5 +102,14 @@ async def _main() -> None:
         await running
 
 
+def main() -> None:
+    """What the user can mend is one sentence and exit code 2; every other error is a traceback."""
+    try:
+        asyncio.run(_main())
+    except* UserError as errors:
+        sys.stderr.write(f"laminar: {first_of(errors)}\n")
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    asyncio.run(_main())
+    main()

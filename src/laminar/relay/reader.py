@@ -22,7 +22,7 @@ from laminar.relay.messages import (
     Version,
     WaitNewer,
 )
-from laminar.relay.tensors import MappedTensors, Slice
+from laminar.relay.tensors import MappedTensors, Selection
 from laminar.schema.errors import PortError
 
 
@@ -51,7 +51,7 @@ class WeightReader:
 
     @contextlib.asynccontextmanager
     async def lease(
-        self, version: int | None = None, slices: Mapping[str, Slice] | None = None
+        self, version: int | None = None, slices: Mapping[str, Selection] | None = None
     ) -> AsyncIterator[Weights]:
         """Map a version (None: the newest complete one), kept while the context is open.
 

@@ -143,9 +143,9 @@ class _Session:
             finally:
                 self._relay.disconnected(self._peer)
         except* PeerLost as errors:
-            log.debug("peer %d: %s", self._peer, _first(errors))
+            log.debug("peer %d: %s", self._peer, first_of(errors))
         except* (BadFrame, WrongSecret, TimeoutError) as errors:
-            reason = str(_first(errors)) or "it was too slow"
+            reason = str(first_of(errors)) or "it was too slow"
             log.warning("closed the connection of peer %d: %s", self._peer, reason)
             self._events.emit("peer_refused", peer=self._peer, reason=reason)
         finally:
@@ -257,7 +257,7 @@ def _remove_dead_socket(path: Path) -> None:
     raise UserError(f"another relay serves {path}; stop it first")
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """One of the errors, whatever the nesting."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):

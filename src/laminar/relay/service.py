@@ -400,7 +400,7 @@ class RelayService:
 
     def _announce(self) -> None:
         """Wake all who wait for a version or a slot."""
-        self.board.keep(self._store.held_slots())
+        self.board.keep(self._store.places())
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -245,9 +245,9 @@ class VersionStore:
         """A complete version."""
         return self._held.get(version)
 
-    def held_slots(self) -> list[int]:
-        """Slots in which complete versions lie."""
-        return [held.slot.slot_id for held in self._held.values()]
+    def places(self) -> dict[int, SlotMemory]:
+        """Where each complete version lies."""
+        return {version: held.slot for version, held in self._held.items()}
 
     def add_slot(self, slot: SlotMemory) -> None:
         """A new slot, free."""

@@ -44,13 +44,34 @@ class Slice:
         return tensor.narrow(self.dim, self.rank * size, size)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The part of a tensor from `start` to before `stop` along `dim`, for shares that are not equal."""
+
+    dim: int
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """That part, as a view: other bytes are not touched."""
+        if not 0 <= self.start <= self.stop <= tensor.shape[self.dim]:
+            raise ValueError(
+                f"no elements {self.start} to {self.stop} along dimension {self.dim} of shape {tuple(tensor.shape)}"
+            )
+        return tensor.narrow(self.dim, self.start, self.stop - self.start)
+
+
+Selection = Slice | Rows
+"""What of a tensor is shown."""
+
+
 class MappedTensors(Mapping[str, Tensor]):
     """The tensors of a leased version by name, made when asked for; `checksum` is what the relay took of all bytes.
 
     They are read-only memory: writing to one kills the process. They must not be used after the lease.
     """
 
-    def __init__(self, memory: mmap.mmap, manifest: Manifest, checksum: int, slices: Mapping[str, Slice]) -> None:
+    def __init__(self, memory: mmap.mmap, manifest: Manifest, checksum: int, slices: Mapping[str, Selection]) -> None:
         self.checksum = checksum
         self._memory: mmap.mmap | None = memory
         self._bytes = whole(memory)

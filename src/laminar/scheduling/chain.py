@@ -4,7 +4,7 @@ Invariants: a chain starts with the master, names every relay once and enters ev
 lost relays and moves nobody else, so that chunks which already arrived stay useful (paper §4.3, Fig. 7).
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from math import ceil, sqrt
 
@@ -91,13 +91,3 @@ def best_chunk_bytes(num_nodes: int, num_bytes: int, startup_s: float, bytes_per
     low = max(1, min(most_chunks, int(ideal)))
     candidates = [ceil(num_bytes / chunks) for chunks in (low, min(most_chunks, low + 1))]
     return min(candidates, key=lambda size: broadcast_s(num_nodes, num_bytes, size, startup_s, bytes_per_s))
-
-
-def missing_chunks(num_chunks: int, received: Collection[int], available: Collection[int] | None = None) -> list[int]:
-    """Chunks that a relay still needs from its new predecessor, in order; `available` limits them to what that one has.
-
-    After a repair only these are sent.
-    """
-    have = set(received)
-    offered = range(num_chunks) if available is None else sorted(set(available))
-    return [chunk for chunk in offered if chunk < num_chunks and chunk not in have]
