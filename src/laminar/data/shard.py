@@ -368,7 +368,8 @@ class DataShard:
         is_newer = position.learner_version != self._woken_for_version
         self._num_completed, self._woken_for_version = position.num_completed, position.learner_version
         makes_room = has_completed and self._claims.wait_for_completions
-        if makes_room or is_newer or entered & {"waiting", "dropped", "taken"}:
+        came_back = "waiting" in entered and "running" not in entered  # else a claim lends what it has just issued
+        if makes_room or is_newer or came_back or entered & {"dropped", "taken"}:
             self._room.fire()
         if has_completed or "dropped" in entered:
             self._ready.fire()

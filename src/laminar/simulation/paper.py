@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct
 
 from laminar.config.run_config import ManagerConfig, RepackConfig
 from laminar.config.simulation import (
@@ -70,13 +69,6 @@ themselves from the second one on."""
 
 CONCURRENCY = 1024
 """Trajectories that a replica of AReaL or Laminar runs at most (paper, A.2)."""
-
-
-class Calibrated(Struct, frozen=True, kw_only=True):
-    """Whether a row of the comparison was fitted to its own published number, and with which step floor it ran."""
-
-    fitted: bool
-    floor: bool
 
 
 def placement(model: ModelName, gpus: int, schedule: ScheduleName) -> Placement:

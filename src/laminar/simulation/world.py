@@ -88,6 +88,7 @@ class World:
         async with asyncio.TaskGroup() as self._group:
             endless = [self._group.create_task(self.relays.run())]
             self.start_data()
+            self.manager_host = Host("manager")
             self._manager = Manager(
                 rules.manager_rules(self.config),
                 fleet=KnownFleet(num_replicas=self.config.num_replicas),
@@ -96,7 +97,6 @@ class World:
                 relay=self.relays,
                 events=self.recorder.source("manager"),
             )
-            self.manager_host = Host("manager")
             endless += [self._group.create_task(self._manager.run()), self._group.create_task(self._obey_for_ever())]
             await asyncio.sleep(0)
             try:
