@@ -23,7 +23,7 @@ from typing import Any
 from laminar.config.run_config import ManagerConfig, RepackConfig
 from laminar.config.simulation import ClusterConfig, EmulationConfig, LogNormalLengths, SimulationConfig, WorkConfig
 from laminar.engines.workloads import LogNormal, mean
-from laminar.simulation.running import simulate
+from laminar.simulator.running import simulate
 from laminar.telemetry.files import EVENTS
 from laminar.telemetry.reading import read_events
 

@@ -14,10 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from laminar.simulation.beyond import scale_rows, tail_rows
-from laminar.simulation.paper_plots import plot_rows
-from laminar.simulation.reproduction import FIGURES
-from laminar.simulation.reproduction_page import page
+from laminar.simulator.beyond import scale_rows, tail_rows
+from laminar.simulator.paper_plots import plot_rows
+from laminar.simulator.reproduction import FIGURES
+from laminar.simulator.reproduction_page import page
 
 DOCS = Path(__file__).parents[1] / "docs"
 FOLDER = DOCS / "reproduction"

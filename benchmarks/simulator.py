@@ -19,9 +19,9 @@ from multiprocessing import get_context
 from typing import Any
 
 from laminar.config.simulation import SimulationConfig
-from laminar.simulation import clock, paper
-from laminar.simulation.beyond import LARGE_GPUS, large_cluster
-from laminar.simulation.running import simulate
+from laminar.simulator import clock, paper
+from laminar.simulator.beyond import LARGE_GPUS, large_cluster
+from laminar.simulator.running import simulate
 
 IDLE_EVENTS = 200_000
 

@@ -33,7 +33,7 @@ from laminar.schema.trajectories import (
     response_ids,
     versions_of,
 )
-from laminar.simulation.clock import VirtualTimeLoop
+from laminar.simulator.clock import VirtualTimeLoop
 from laminar.telemetry.events import MemoryEvents
 
 

@@ -9,7 +9,7 @@ from laminar.data.ports import DataRules
 from laminar.data.shard import DataShard
 from laminar.data.signal import Signal
 from laminar.schema.trajectories import Batch, Finish, Prompt, Scored
-from laminar.simulation.clock import run
+from laminar.simulator.clock import run
 from laminar.telemetry.events import NullEvents
 
 

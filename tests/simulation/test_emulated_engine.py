@@ -18,7 +18,7 @@ from laminar.engines.rules import EmulatedEngineRules
 from laminar.engines.workloads import Fixed, LogNormal, Workload, mean, published_lengths, recorded, sandbox_latency
 from laminar.scheduling.roofline import HARDWARE
 from laminar.schema.trajectories import Sampling
-from laminar.simulation import clock, paper
+from laminar.simulator import clock, paper
 
 PACE = Pace(
     weights_s=4e-3,

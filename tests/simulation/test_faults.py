@@ -14,8 +14,8 @@ from laminar.data.partial_pool import PartialPool
 from laminar.data.shard import DataShard
 from laminar.scheduling import repack
 from laminar.scheduling.repack import Move, RepackCandidate, RepackRules
-from laminar.simulation.breaking import Outcome, break_one, small_world, world_of_seed
-from laminar.simulation.relays import MachineRelay, Relays
+from laminar.simulator.breaking import Outcome, break_one, small_world, world_of_seed
+from laminar.simulator.relays import MachineRelay, Relays
 
 PER_MINUTE = 20.0
 
@@ -50,7 +50,7 @@ def test_equal_seeds_give_equal_logs_and_other_seeds_others():
 def test_another_process_gives_the_same_log():
     """Nothing may hang on the order of sets of strings, which differs from process to process."""
     code = (
-        "from laminar.simulation.breaking import break_one, small_world;"
+        "from laminar.simulator.breaking import break_one, small_world;"
         f"print(break_one(small_world('partial', 9), {PER_MINUTE})[0].digest)"
     )
     digests = {

@@ -8,9 +8,9 @@ import pytest
 
 from laminar.engines.calibration import calibration
 from laminar.schema.errors import PeerLost
-from laminar.simulation import clock
-from laminar.simulation.lines import CALL_S, Calm, Host, Line
-from laminar.simulation.relays import Relays
+from laminar.simulator import clock
+from laminar.simulator.lines import CALL_S, Calm, Host, Line
+from laminar.simulator.relays import Relays
 
 
 class Echo:

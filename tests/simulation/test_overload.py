@@ -10,7 +10,7 @@ from laminar.data.ports import DataRules
 from laminar.data.shard import DataShard
 from laminar.scheduling.admission import max_buffer_wait
 from laminar.schema.trajectories import Finish, Prompt, Scored
-from laminar.simulation.clock import run
+from laminar.simulator.clock import run
 from laminar.telemetry.events import NullEvents
 
 GROUPS_PER_STEP = 4

@@ -17,7 +17,7 @@ from laminar.engines.scripted_engine import scripted_logprob, scripted_token
 from laminar.scheduling.order import trajectory_seed
 from laminar.schema.tokens import unpack_ids, unpack_logprobs
 from laminar.schema.trajectories import Experience, response_ids, versions_of
-from laminar.simulation import clock
+from laminar.simulator import clock
 from laminar.tasks.protocol import Problem, Reply
 from laminar.telemetry.vocabulary import to_facts
 

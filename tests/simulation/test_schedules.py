@@ -4,9 +4,9 @@ import pytest
 
 from laminar.config.simulation import SimulationConfig
 from laminar.schema.schedule import ScheduleName
-from laminar.simulation.breaking import break_one, small_world
-from laminar.simulation.recorder import Event
-from laminar.simulation.running import Run, simulate
+from laminar.simulator.breaking import break_one, small_world
+from laminar.simulator.recorder import Event
+from laminar.simulator.running import Run, simulate
 
 ALL: tuple[ScheduleName, ...] = ("laminar", "sync", "one_step", "stream", "partial")
 

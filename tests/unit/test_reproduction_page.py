@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from laminar.simulation import paper
-from laminar.simulation.reproduction_page import page
+from laminar.simulator import paper
+from laminar.simulator.reproduction_page import page
 
 DOCS = Path(__file__).parents[2] / "docs"
 ROWS = json.loads((DOCS / "reproduction" / "rows.json").read_text(encoding="utf-8"))

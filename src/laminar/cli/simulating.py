@@ -11,11 +11,11 @@ from laminar.config.loading import dump_config, load_simulation
 from laminar.config.simulation import SimulationConfig
 from laminar.schema.errors import UserError
 from laminar.schema.schedule import ScheduleName
-from laminar.simulation.running import Run, simulate
+from laminar.simulator.running import Run, simulate
 from laminar.telemetry.files import EVENTS
 
 if TYPE_CHECKING:
-    from laminar.simulation.breaking import Outcome
+    from laminar.simulator.breaking import Outcome
 
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
@@ -71,7 +71,7 @@ def reproduce(
     as_json: bool,
 ) -> None:
     """Print our numbers beside those of one published figure; with `out` plot them, too."""
-    from laminar.simulation.reproduction import FIGURES
+    from laminar.simulator.reproduction import FIGURES
 
     if figure not in FIGURES:
         raise UserError(f"simulate paper needs --figure, one of {', '.join(FIGURES)}")
@@ -88,7 +88,7 @@ def reproduce(
     else:
         sys.stdout.write(table(rows))
     if out is not None:
-        from laminar.simulation.paper_plots import plot_rows
+        from laminar.simulator.paper_plots import plot_rows
 
         sys.stdout.write(f"plot  {plot_rows(figure, rows, out)}\n")
 
@@ -112,7 +112,7 @@ def break_things(
     as_json: bool,
 ) -> int:
     """Run small worlds under random faults; returns the exit code, which is 1 if something was violated."""
-    from laminar.simulation.breaking import break_one, world_of_seed
+    from laminar.simulator.breaking import break_one, world_of_seed
 
     if overrides:
         raise UserError(f"simulate --faults takes no override such as {overrides[0]}; its worlds are fixed")

@@ -35,8 +35,8 @@ from laminar.scheduling.roofline import HARDWARE, Hardware, max_useful_batch
 from laminar.scheduling.schedules import Schedule, schedule_named
 from laminar.schema.errors import UserError
 from laminar.schema.trajectories import Sampling
-from laminar.simulation.learner import LearnerPace
-from laminar.simulation.task import EmulatedTokenizer
+from laminar.simulator.learner import LearnerPace
+from laminar.simulator.task import EmulatedTokenizer
 from laminar.telemetry.files import EVENTS
 from laminar.telemetry.reading import read_facts
 from laminar.telemetry.vocabulary import Trajectory

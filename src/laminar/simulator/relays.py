@@ -17,7 +17,7 @@ from laminar.relay.slots import SlotMemory
 from laminar.relay.store import Reservation, VersionStore
 from laminar.scheduling.chain import best_chunk_bytes, broadcast_s
 from laminar.schema.errors import PeerLost
-from laminar.simulation.lines import Host
+from laminar.simulator.lines import Host
 
 HOLDER = 0
 """The store tells connections apart; here a machine is one."""

@@ -15,10 +15,10 @@ from laminar.config.run_config import ManagerConfig, RepackConfig
 from laminar.config.simulation import ModelName, SimulationConfig
 from laminar.engines.calibration import calibration
 from laminar.schema.schedule import ScheduleName
-from laminar.simulation import clock, paper
-from laminar.simulation.relays import Relays
-from laminar.simulation.running import Run, simulate
-from laminar.simulation.world import World
+from laminar.simulator import clock, paper
+from laminar.simulator.relays import Relays
+from laminar.simulator.running import Run, simulate
+from laminar.simulator.world import World
 
 Row = dict[str, Any]
 

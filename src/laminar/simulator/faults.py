@@ -11,8 +11,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from laminar.simulation.lines import CALL_S
-from laminar.simulation.world import Life, World
+from laminar.simulator.lines import CALL_S
+from laminar.simulator.world import Life, World
 
 
 class FaultRules(Struct, frozen=True, kw_only=True):

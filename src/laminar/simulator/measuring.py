@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from laminar.config.simulation import SimulationConfig
 from laminar.data.journal import MemoryJournal
-from laminar.simulation.recorder import Event, Recorder
+from laminar.simulator.recorder import Event, Recorder
 
 
 class Measures(Struct, frozen=True, kw_only=True):

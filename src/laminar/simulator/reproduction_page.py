@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from laminar.engines.calibration import sources
-from laminar.simulation import paper
-from laminar.simulation.beyond import TRAJECTORIES_PER_GPU
+from laminar.simulator import paper
+from laminar.simulator.beyond import TRAJECTORIES_PER_GPU
 
 Row = dict[str, Any]
 Rows = Mapping[str, Sequence[Row]]

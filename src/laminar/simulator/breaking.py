@@ -21,14 +21,14 @@ from laminar.data.rows import Row
 from laminar.data.shard import DataShard
 from laminar.schema.schedule import ScheduleName
 from laminar.schema.trajectories import ExperienceGroup, Update
-from laminar.simulation import clock, rules
-from laminar.simulation.checker import Checker, Violation
-from laminar.simulation.faults import FaultRules, Trouble, Weather
-from laminar.simulation.learner import EmulatedLearner
-from laminar.simulation.lines import Host
-from laminar.simulation.recorder import Recorder
-from laminar.simulation.task import EmulatedPrompts
-from laminar.simulation.world import KEEP_VERSIONS, World
+from laminar.simulator import clock, rules
+from laminar.simulator.checker import Checker, Violation
+from laminar.simulator.faults import FaultRules, Trouble, Weather
+from laminar.simulator.learner import EmulatedLearner
+from laminar.simulator.lines import Host
+from laminar.simulator.recorder import Recorder
+from laminar.simulator.task import EmulatedPrompts
+from laminar.simulator.world import KEEP_VERSIONS, World
 
 FAULTS_UNTIL_S = 40.0
 """Virtual time in which things break; a run without faults takes about as long."""

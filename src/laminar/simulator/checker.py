@@ -13,8 +13,8 @@ from laminar.data.audit import audit_rows
 from laminar.data.journal import MemoryJournal
 from laminar.data.rows import ForgetTokens, LeaseRow, PieceRow, Row, State, TrajectoryRow
 from laminar.schema.trajectories import ExperienceGroup, Update
-from laminar.simulation.recorder import Event
-from laminar.simulation.relays import MachineRelay, Relays
+from laminar.simulator.recorder import Event
+from laminar.simulator.relays import MachineRelay, Relays
 
 LEGAL: Final[dict[State | None, frozenset[State]]] = {
     None: frozenset({"waiting"}),

@@ -22,13 +22,13 @@ from laminar.rollout.episodes import Episodes
 from laminar.rollout.replica import Replica
 from laminar.schema.errors import PortError, RunFailed
 from laminar.schema.fleet import KnownFleet
-from laminar.simulation import rules
-from laminar.simulation.hosted_engine import HostedEngine
-from laminar.simulation.learner import EmulatedCheckpoints, EmulatedLearner
-from laminar.simulation.lines import Calm, Host, Line, Weather
-from laminar.simulation.recorder import Recorder
-from laminar.simulation.relays import LocalRelay, MachineRelay, Relays
-from laminar.simulation.task import EmulatedGrader, EmulatedPrompts, EmulatedTokenizer, EmulatedTools
+from laminar.simulator import rules
+from laminar.simulator.hosted_engine import HostedEngine
+from laminar.simulator.learner import EmulatedCheckpoints, EmulatedLearner
+from laminar.simulator.lines import Calm, Host, Line, Weather
+from laminar.simulator.recorder import Recorder
+from laminar.simulator.relays import LocalRelay, MachineRelay, Relays
+from laminar.simulator.task import EmulatedGrader, EmulatedPrompts, EmulatedTokenizer, EmulatedTools
 from laminar.telemetry.waits import Waits
 from laminar.trainer.loop import TrainerLoop
 

@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 from msgspec import Struct
 
 from laminar.config.simulation import SimulationConfig
-from laminar.simulation import clock
-from laminar.simulation.measuring import Measures, measure
-from laminar.simulation.recorder import Recorder
-from laminar.simulation.world import World
+from laminar.simulator import clock
+from laminar.simulator.measuring import Measures, measure
+from laminar.simulator.recorder import Recorder
+from laminar.simulator.world import World
 
 MEASURED = frozenset({"step", "trajectory", "load", "repack", "adopted", "pulled", "claimed", "published"})
 """Kinds of events that the measures need."""

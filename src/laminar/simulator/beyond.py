@@ -3,8 +3,8 @@
 from typing import Any
 
 from laminar.config.simulation import LogNormalLengths, SimulationConfig
-from laminar.simulation import paper
-from laminar.simulation.running import Run, simulate
+from laminar.simulator import paper
+from laminar.simulator.running import Run, simulate
 
 Row = dict[str, Any]
 

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from laminar.engines.protocol import Engine, EngineLoad, Output, Request
-from laminar.simulation.lines import Host
+from laminar.simulator.lines import Host
 
 
 class HostedEngine:
