@@ -38,10 +38,14 @@ class LastWeights:
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.weights = {}
+        self.version = None
         self.stop_after = stop_after
 
+    async def newest(self):
+        return self.version
+
     async def publish(self, version, tensors):
-        self.weights = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.weights, self.version = {name: tensor.clone() for name, tensor in tensors.items()}, version
         if version == self.stop_after:
             raise KeyboardInterrupt
         return 0.0
