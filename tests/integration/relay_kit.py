@@ -45,7 +45,7 @@ def run_relay(path: Path, pipe: Connection) -> None:
     """Serve until killed; answers every message with its number of descriptors and its own memory in bytes."""
 
     async def main() -> None:
-        service = RelayService(socket_path=path, secret=SECRET, keep_versions=KEEP_VERSIONS)
+        service = RelayService(socket_path=path, secret=SECRET, keep_versions=KEEP_VERSIONS, keep_read_s=0.2)
         loop = asyncio.get_running_loop()
         loop.add_reader(pipe.fileno(), lambda: pipe.recv() and pipe.send((num_fds(), private_bytes())))
         await service.run()

@@ -1,5 +1,6 @@
 """Parts of a running job die, freeze, come and go while the others go on; nothing is lost and the job ends well."""
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -141,9 +142,14 @@ def test_a_replica_that_fails_at_every_start_is_given_up_and_the_run_goes_on(tmp
     recipe.write_text(kit.RECIPE.read_text().replace("path: gcd/model", f"path: {kit.RECIPE.parent / 'gcd' / 'model'}"))
     engine = "{kind: custom, path: 'broken_engine:OnlyOneStarts', options: {folder: '" + str(tmp_path) + "'}}"
     broken = ("manager.max_restarts=2", "manager.backoff_s=0.1", "manager.repack.enabled=false")
-    settings = (*kit.SMALL, "trainer.num_steps=60", *broken)
+    settings = (*kit.SMALL, "trainer.num_steps=10000", "evaluation.num_prompts=0", *broken)
     with kit.training(str(recipe), *settings, f"rollout.engine={engine}", "--out", str(run), log=log) as process:
-        ended_well(run, process, log, num_trained=60 * 4 * 8)
+        kit.wait_for("a replica given up", lambda: kit.events(run, "replica_retired"), process, log)
+        steps = kit.last_step(run)
+        kit.wait_for("steps without it", lambda: kit.last_step(run) >= steps + 3, process, log)
+        process.terminate()
+        assert process.wait(kit.DEADLINE_S) == 128 + signal.SIGTERM, log.read_text()
+    assert kit.audit(run)["problems"] == []
     (retired,) = kit.events(run, "replica_retired")
     assert "3 failures in a row" in retired["reason"]
     assert "this accelerator is broken" in retired["reason"]

@@ -72,6 +72,7 @@ async def test_a_killed_reader_frees_its_lease_and_the_slot_is_used_again(path: 
                 child.kill()
                 child.join()
             await kit.eventually(reader.status, lambda status: not any(v.num_leases for v in status.versions))
+            await kit.eventually(reader.status, lambda status: 0 not in [v.version for v in status.versions])
             for version in range(6, 10):
                 await publisher.publish(version, kit.weights(version))
             status = await reader.status()

@@ -141,6 +141,7 @@ class DataShard:
             raise self._fatal.result() if self._fatal.done() else RunFailed(str(failed.exception()))
         finally:
             failed.cancel()
+            self._stragglers.come()
 
     # ---- for replicas
 

@@ -70,6 +70,9 @@ class Waits:
         timer = loop.call_later(self._announce_after_s, announce)
         try:
             yield
+        except GeneratorExit:  # dropped with its owner, as in a crash: nobody is there to tell
+            announced = False
+            raise
         finally:
             timer.cancel()
             if announced:
