@@ -1,4 +1,4 @@
-"""Parts of a running job die, freeze, come and go while the others go on; nothing is lost and the job ends well."""
+"""Parts of a running job die, freeze, come and go while the others go on, and nothing is lost."""
 
 import signal
 import subprocess
@@ -14,10 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 PARTS = ["replica-0", "relay", "manager", "data", "trainer"]
 
-LONG = (*kit.SMALL, "trainer.num_steps=100", "trainer.checkpoint.every_steps=5", "evaluation.every_steps=100")
-"""Long enough for all that is done to it, and quick to end after that."""
-
-NUM_TRAINED = 100 * 4 * 8
+ENDLESS = (*kit.SMALL, "trainer.num_steps=100000", "trainer.checkpoint.every_steps=5", "evaluation.num_prompts=0")
+"""Whatever is done to it takes as long as it takes on this machine; then it is told to stop."""
 
 
 def strike_all(run: Path, log: Path, process: subprocess.Popen[bytes], kind: FaultKind) -> list[Story]:
@@ -32,20 +30,23 @@ def strike_all(run: Path, log: Path, process: subprocess.Popen[bytes], kind: Fau
     return stories
 
 
-def ended_well(run: Path, process: subprocess.Popen[bytes], log: Path, *, num_trained: int = NUM_TRAINED) -> None:
-    kit.finish(process, log)
+def stop_well(run: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    """The job still makes steps; it is stopped, and its ledger is sound."""
+    steps = len(kit.events(run, "step"))
+    kit.wait_for("further steps", lambda: len(kit.events(run, "step")) >= steps + 3, process, log)
+    process.terminate()
+    assert process.wait(kit.DEADLINE_S) == 128 + signal.SIGTERM, log.read_text()
     report = kit.audit(run)
     assert report["problems"] == []
-    assert report["counts"]["trained"] == num_trained
-    assert kit.summary(run)["exit_reason"] == "finished"
+    assert report["counts"]["trained"] > 0
 
 
 def test_each_part_is_killed_and_comes_back_while_the_others_go_on(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
-    with kit.training(str(kit.RECIPE), *LONG, "--out", str(run), log=log) as process:
+    with kit.training(str(kit.RECIPE), *ENDLESS, "--out", str(run), log=log) as process:
         kit.wait_for("a checkpoint", lambda: kit.events(run, "checkpoint"), process, log)
         stories = strike_all(run, log, process, FaultKind.KILL)
-        ended_well(run, process, log)
+        stop_well(run, process, log)
     assert all(story.recovery.detected_s is not None for story in stories)
     trainer = stories[PARTS.index("trainer")]
     assert 0 <= trainer.recovery.steps_redone <= 5, "it goes on from the newest checkpoint"
@@ -57,12 +58,12 @@ def test_each_part_is_killed_and_comes_back_while_the_others_go_on(tmp_path: Pat
 
 def test_a_repaired_replica_loads_the_newest_weights_before_it_gets_work(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
-    with kit.training(str(kit.RECIPE), *LONG, "trainer.num_steps=40", "--out", str(run), log=log) as process:
+    with kit.training(str(kit.RECIPE), *ENDLESS, "--out", str(run), log=log) as process:
         kit.wait_for("a third step", lambda: kit.last_step(run) >= 3, process, log)
         session = ChaosSession(run)
         fault = Fault(kind=FaultKind.KILL, target="replica-0")
         session.follow(fault, *session.strike(fault), deadline_s=kit.DEADLINE_S)
-        ended_well(run, process, log, num_trained=40 * 4 * 8)
+        stop_well(run, process, log)
     events = kit.events(run)
     second_life = [e for e in events if e.get("replica_id") == "replica-0" and e.get("incarnation") == 2]
     started = next(e["t"] for e in second_life if e["kind"] == "replica_started")
@@ -77,10 +78,10 @@ def test_a_repaired_replica_loads_the_newest_weights_before_it_gets_work(tmp_pat
 def test_each_part_freezes_and_is_replaced_within_the_time_that_the_recipe_gives_it(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     patience = ("manager.suspect_after_s=1.5", "manager.dead_after_s=3")
-    with kit.training(str(kit.RECIPE), *LONG, *patience, "--out", str(run), log=log) as process:
+    with kit.training(str(kit.RECIPE), *ENDLESS, *patience, "--out", str(run), log=log) as process:
         kit.wait_for("a checkpoint", lambda: kit.events(run, "checkpoint"), process, log)
         stories = strike_all(run, log, process, FaultKind.FREEZE)
-        ended_well(run, process, log)
+        stop_well(run, process, log)
     for story in stories:
         assert story.recovery.detected_s is not None
         assert story.recovery.detected_s > 2.0, f"{story.victim.name} was given up too soon"
@@ -88,7 +89,7 @@ def test_each_part_freezes_and_is_replaced_within_the_time_that_the_recipe_gives
 
 def test_replicas_come_and_go_while_training_goes_on(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
-    with kit.training(str(kit.RECIPE), *LONG, "--out", str(run), log=log) as process:
+    with kit.training(str(kit.RECIPE), *ENDLESS, "--out", str(run), log=log) as process:
         kit.wait_for("a first step", lambda: kit.last_step(run) >= 1, process, log)
         scale(run, 3)
         kit.wait_for(
@@ -102,7 +103,7 @@ def test_replicas_come_and_go_while_training_goes_on(tmp_path: Path) -> None:
         assert len([name for name in ChaosSession(run).live if name.startswith("replica-")]) <= 1
         refused = scale(run, 0)
         assert refused.returncode == 2
-        ended_well(run, process, log)
+        stop_well(run, process, log)
     assert scale(run, 2).returncode == 2, "nobody listens any more"
     assert [event["num_replicas"] for event in kit.events(run, "scaled")] == [3, 1]
 
@@ -142,14 +143,10 @@ def test_a_replica_that_fails_at_every_start_is_given_up_and_the_run_goes_on(tmp
     recipe.write_text(kit.RECIPE.read_text().replace("path: gcd/model", f"path: {kit.RECIPE.parent / 'gcd' / 'model'}"))
     engine = "{kind: custom, path: 'broken_engine:OnlyOneStarts', options: {folder: '" + str(tmp_path) + "'}}"
     broken = ("manager.max_restarts=2", "manager.backoff_s=0.1", "manager.repack.enabled=false")
-    settings = (*kit.SMALL, "trainer.num_steps=10000", "evaluation.num_prompts=0", *broken)
-    with kit.training(str(recipe), *settings, f"rollout.engine={engine}", "--out", str(run), log=log) as process:
+    settings = (*ENDLESS, *broken, f"rollout.engine={engine}")
+    with kit.training(str(recipe), *settings, "--out", str(run), log=log) as process:
         kit.wait_for("a replica given up", lambda: kit.events(run, "replica_retired"), process, log)
-        steps = kit.last_step(run)
-        kit.wait_for("steps without it", lambda: kit.last_step(run) >= steps + 3, process, log)
-        process.terminate()
-        assert process.wait(kit.DEADLINE_S) == 128 + signal.SIGTERM, log.read_text()
-    assert kit.audit(run)["problems"] == []
+        stop_well(run, process, log)
     (retired,) = kit.events(run, "replica_retired")
     assert "3 failures in a row" in retired["reason"]
     assert "this accelerator is broken" in retired["reason"]

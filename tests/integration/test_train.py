@@ -28,19 +28,20 @@ def pid_of(run: Path, replica_id: str, incarnation: int) -> int | None:
 
 def test_a_killed_replica_costs_nothing_but_time(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
-    with kit.training(str(kit.RECIPE), *kit.SMALL, "--out", str(run), log=log) as process:
+    steps = ("trainer.num_steps=80", "trainer.checkpoint.every_steps=20", "evaluation.every_steps=80")
+    with kit.training(str(kit.RECIPE), *kit.SMALL, *steps, "--out", str(run), log=log) as process:
         kit.wait_for("a first step", lambda: kit.last_step(run) >= 1, process, log)
         pid = pid_of(run, "replica-0", 1)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         kit.finish(process, log)
-    assert kit.last_step(run) == 6
+    assert kit.last_step(run) == 80
     assert pid_of(run, "replica-0", 2) is not None, "the replica was not started again"
     lost = next(event for event in kit.events(run, "process_ended") if event["replica_id"] == "replica-0")
     assert lost["incarnation"] == 1
     report = kit.audit(run)
     assert report["problems"] == []
-    assert report["counts"]["trained"] == 6 * 4 * 8
+    assert report["counts"]["trained"] == 80 * 4 * 8
     told = kit.summary(run)
     assert told["restarts"] == 1
     assert told["exit_reason"] == "finished"
