@@ -26,11 +26,10 @@ from laminar.engines.workloads import (
     sandbox_latency,
 )
 from laminar.manager.manager import ManagerRules
+from laminar.manager.rules import rules_of
 from laminar.rollout.batch_run import StreamRules
 from laminar.rollout.replica import ReplicaRules
 from laminar.rollout.trajectory import EpisodeLimits
-from laminar.scheduling.fleet import FleetRules
-from laminar.scheduling.repack import RepackRules
 from laminar.scheduling.roofline import HARDWARE, Hardware, max_useful_batch
 from laminar.scheduling.schedules import Schedule, schedule_named
 from laminar.schema.errors import UserError
@@ -233,28 +232,11 @@ def useful_batch(config: SimulationConfig) -> int:
 
 def manager_rules(config: SimulationConfig) -> ManagerRules:
     """The fleet."""
-    manager = config.manager
-    return ManagerRules(
-        fleet=FleetRules(
-            suspect_after_s=manager.suspect_after_s,
-            dead_after_s=manager.dead_after_s,
-            start_timeout_s=manager.start_timeout_s + config.cluster.machine_replace_s,
-            max_restarts=manager.max_restarts,
-            backoff_s=manager.backoff_s,
-            min_replicas=manager.min_replicas,
-            redirect_wait_s=manager.redirect_wait_s,
-        ),
-        repack=RepackRules(
-            max_kv_fill=manager.repack.max_kv_fill,
-            max_running=useful_batch(config),
-            strict_idleness=manager.repack.strict_idleness,
-        )
-        if manager.repack.enabled and schedule_of(config).repacks
-        else None,
-        repack_every_s=manager.repack.every_s,
-        repack_dry_run=manager.repack.dry_run,
-        tick_s=manager.heartbeat_s / 2,
-        leases_every_s=manager.suspect_after_s,
+    return rules_of(
+        config.manager,
+        max_running=useful_batch(config),
+        repacks=schedule_of(config).repacks,
+        replace_machine_s=config.cluster.machine_replace_s,
     )
 
 
