@@ -45,16 +45,10 @@ class Issue(Struct, frozen=True, kw_only=True):
     num_new_groups: int
 
 
-def groups_to_draw(state: AdmissionState, rules: AdmissionRules, asked_trajectories: int) -> int:
-    """New groups that a claim for `asked_trajectories` may draw, whole ones only, returned trajectories counted off.
-
-    At least one if the bounds allow any and a group fits into what was asked; else 0, and the claim waits.
-    """
-    return plan_issue(state, rules, asked_trajectories).num_new_groups
-
-
 def plan_issue(state: AdmissionState, rules: AdmissionRules, asked_trajectories: int) -> Issue:
     """Fill a claim with returned trajectories first: their prompts were drawn long ago, and their groups wait for them.
+
+    New groups are whole ones only, at least one if the bounds allow any and a group fits into what was asked.
 
     The returned ones are in flight already, so no bound holds them back.
     """
