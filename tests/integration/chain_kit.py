@@ -64,7 +64,9 @@ class Process:
         self._child.wait()
 
     def freeze(self) -> None:
+        """Returns when it stands still: a signal is acted on at the next time slice."""
         self._child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._child.pid, os.WSTOPPED)
 
     def thaw(self) -> None:
         self._child.send_signal(signal.SIGCONT)
