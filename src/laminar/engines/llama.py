@@ -5,7 +5,7 @@ Axes: R rows (tokens of this iteration: first N that decode, then prompt tokens)
 D head_dim.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -32,12 +32,12 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a checkpoint tensor goes. Rows of query and key heads are reordered for `rope.rotate`."""
+class Part:
+    """Checkpoint tensors that are loaded together: their names and shapes, and what takes them in this order."""
 
-    name: str
-    target: Tensor
-    interleaved: bool = False
+    names: list[str]
+    shapes: list[tuple[int, ...]]
+    load: Callable[[list[Tensor]], object]
 
 
 class Layer:
@@ -52,6 +52,7 @@ class Layer:
         def scale(size: int) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
+        self._head_dim = shape.head_dim
         self.qkv = projection(shape.hidden, [heads, kv_heads, kv_heads], shape.qkv_bias)
         self.output = projection(heads, [shape.hidden], shape.output_bias)
         self.gate_up = projection(shape.hidden, [shape.mlp, shape.mlp], shape.mlp_bias)
@@ -60,61 +61,73 @@ class Layer:
         self.query_norm = scale(shape.head_dim) if shape.qk_norm else None
         self.key_norm = scale(shape.head_dim) if shape.qk_norm else None
 
-    def slots(self, prefix: str) -> Iterator[Slot]:
-        yield Slot(f"{prefix}.input_layernorm.weight", self.attention_norm)
-        yield Slot(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
+    def parts(self, prefix: str) -> Iterator[Part]:
+        """Query and key rows are reordered for `rope.rotate` on their way in."""
+        yield _vector(f"{prefix}.input_layernorm.weight", self.attention_norm)
+        yield _vector(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm)
         for name, norm in (("q", self.query_norm), ("k", self.key_norm)):
             if norm is not None:
-                yield Slot(f"{prefix}.self_attn.{name}_norm.weight", norm, interleaved=True)
-        for part, projection, names in (
-            ("self_attn", self.qkv, ("q_proj", "k_proj", "v_proj")),
-            ("self_attn", self.output, ("o_proj",)),
-            ("mlp", self.gate_up, ("gate_proj", "up_proj")),
-            ("mlp", self.down, ("down_proj",)),
+                yield _vector(f"{prefix}.self_attn.{name}_norm.weight", norm, reorder=self._interleave)
+        for projection, names in (
+            (self.qkv, ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+            (self.output, ["self_attn.o_proj"]),
+            (self.gate_up, ["mlp.gate_proj", "mlp.up_proj"]),
+            (self.down, ["mlp.down_proj"]),
         ):
-            for kind, targets in (("weight", projection.weights()), ("bias", projection.biases())):
-                for name, target in zip(names, targets, strict=False):  # biases() is empty if there are none
-                    interleaved = name in ("q_proj", "k_proj")
-                    yield Slot(f"{prefix}.{part}.{name}.{kind}", target, interleaved=interleaved)
+            for kind, shapes, load in (
+                ("weight", projection.weight_shapes, projection.load_weights),
+                ("bias", projection.bias_shapes, projection.load_biases),
+            ):
+                if shapes:
+                    into = self._interleaved(load) if projection is self.qkv else load
+                    yield Part([f"{prefix}.{name}.{kind}" for name in names], shapes, into)
+
+    def _interleave(self, rows: Tensor) -> Tensor:
+        return interleave(rows, self._head_dim)
+
+    def _interleaved(self, load: Callable[[list[Tensor]], None]) -> Callable[[list[Tensor]], None]:
+        return lambda qkv: load([self._interleave(qkv[0]), self._interleave(qkv[1]), qkv[2]])
+
+
+def _vector(name: str, target: Tensor, reorder: Callable[[Tensor], Tensor] = lambda rows: rows) -> Part:
+    return Part([name], [tuple(target.shape)], lambda given: target.copy_(reorder(given[0])))
 
 
 class Llama:
-    """Decoder weights and the forward pass; `load` replaces all weights in place."""
+    """Decoder weights and the forward pass; `load` replaces all weights."""
 
     def __init__(self, shape: DecoderShape, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
         self._layers = [Layer(shape, dtype, device) for _ in range(shape.num_layers)]
         self._final_norm = torch.zeros(shape.hidden, dtype=dtype, device=device)
         self._head = Projection(shape.hidden, [shape.vocab], bias=False, dtype=dtype, device=device)
-        own_embedding = not (shape.tied and self._head.weight_NK.is_contiguous())
-        self._embedding = (
-            torch.zeros(shape.vocab, shape.hidden, dtype=dtype, device=device)
-            if own_embedding
-            else self._head.weight_NK
-        )
+        embedding = self._head.plain_NK if shape.tied else None
+        if embedding is None:
+            embedding = torch.zeros(shape.vocab, shape.hidden, dtype=dtype, device=device)
+        self._embedding = embedding
         self._rotations = rotations(shape.head_dim, shape.max_positions, shape.rope).to(device)
 
-    def slots(self) -> Iterator[Slot]:
+    def parts(self) -> Iterator[Part]:
         """Every tensor that a checkpoint must bring; a tied head takes the embedding."""
-        yield Slot("model.embed_tokens.weight", self._embedding)
-        if self._embedding is not self._head.weight_NK:
-            yield Slot("model.embed_tokens.weight" if self._shape.tied else "lm_head.weight", self._head.weight_NK)
-        yield Slot("model.norm.weight", self._final_norm)
+        if self._embedding is not self._head.plain_NK:
+            yield _vector("model.embed_tokens.weight", self._embedding)
+        head = "model.embed_tokens.weight" if self._shape.tied else "lm_head.weight"
+        yield Part([head], self._head.weight_shapes, self._head.load_weights)
+        yield _vector("model.norm.weight", self._final_norm)
         for index, layer in enumerate(self._layers):
-            yield from layer.slots(f"model.layers.{index}")
+            yield from layer.parts(f"model.layers.{index}")
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy every weight; raises ValueError before the first one is touched if one is missing or misshapen."""
-        slots = list(self.slots())
-        for slot in slots:
-            if slot.name not in tensors:
-                raise ValueError(f"the weights lack {slot.name}")
-            given, needed = tuple(tensors[slot.name].shape), tuple(slot.target.shape)
-            if given != needed:
-                raise ValueError(f"{slot.name} has shape {given}, the model needs {needed}")
-        for slot in slots:
-            source = tensors[slot.name]
-            slot.target.copy_(interleave(source, self._shape.head_dim) if slot.interleaved else source)
+        """Take every weight; raises ValueError before the first one is touched if one is missing or misshapen."""
+        parts = list(self.parts())
+        for part in parts:
+            for name, needed in zip(part.names, part.shapes, strict=True):
+                if name not in tensors:
+                    raise ValueError(f"the weights lack {name}")
+                if (given := tuple(tensors[name].shape)) != needed:
+                    raise ValueError(f"{name} has shape {given}, the model needs {needed}")
+        for part in parts:
+            part.load([tensors[name] for name in part.names])
 
     def forward(self, batch: Batch, kv: PagedKV) -> Tensor | None:
         """Logits of the rows that decode (None if there are none); KV of all rows is written."""
@@ -133,11 +146,11 @@ class Llama:
             x_RE = layer.output(mixed, onto_RN=x_RE)
             gate_up = layer.gate_up(rms_norm(x_RE, layer.mlp_norm, shape.norm_eps))
             x_RE = layer.down(silu(gate_up[:, : shape.mlp]).mul_(gate_up[:, shape.mlp :]), onto_RN=x_RE)
-        return self._head(rms_norm(x_RE, self._final_norm, shape.norm_eps)).contiguous()
+        return self._head(rms_norm(x_RE, self._final_norm, shape.norm_eps))
 
     def _query_key_value(self, layer: Layer, x_RE: Tensor, rotations_RD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = self._shape
-        qkv = layer.qkv(rms_norm(x_RE, layer.attention_norm, shape.norm_eps)).contiguous()
+        qkv = layer.qkv(rms_norm(x_RE, layer.attention_norm, shape.norm_eps))
         heads_RHD = qkv.view(len(qkv), -1, shape.head_dim)
         query_key, value_RHD = torch.split(heads_RHD, [shape.num_heads + shape.num_kv_heads, shape.num_kv_heads], 1)
         if layer.query_norm is not None and layer.key_norm is not None:
