@@ -1,14 +1,18 @@
 """Weights and configs: copied in place, or refused with a sentence."""
 
 import dataclasses
+import json
+import subprocess
+import sys
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch_engine_kit import ask, largest_error, random_prompt, run, runner_for, tiny_model
+from torch_engine_kit import FAMILIES, ask, largest_error, random_prompt, run, runner_for, tiny_model
+from transformers import AutoConfig
 
-from laminar.engines.decoder_shape import shape_of
+from laminar.engines.decoder_shape import read_shape, shape_of
 from laminar.engines.factory import build_engine
 from laminar.engines.rules import ScriptedEngineRules, TorchEngineRules
 
@@ -87,6 +91,26 @@ def test_configs_written_by_older_transformers_are_understood():
     old = {**config, "rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert shape_of(old).rope == {"rope_type": "linear", "rope_theta": 5e5, "factor": 2.0}
     assert shape_of({**config, "rope_theta": 5e5, "rope_scaling": None}).rope["rope_type"] == "default"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("unsaid", ["", "head_dim", "tie_word_embeddings", "rms_norm_eps", "num_key_value_heads"])
+def test_a_file_that_says_everything_is_read_as_transformers_reads_it(tmp_path, family, unsaid):
+    tiny_model(family).config.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in said.items() if key != unsaid}))
+    assert read_shape(tmp_path) == shape_of(AutoConfig.from_pretrained(tmp_path).to_dict())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_is_read_without_it(tmp_path, family):
+    """Its import takes as long as the rest of a replica's start."""
+    tiny_model(family).config.save_pretrained(tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from laminar.engines.decoder_shape import read_shape; "
+        "read_shape(Path(sys.argv[1])); sys.exit('transformers' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize(

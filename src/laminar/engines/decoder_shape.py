@@ -1,5 +1,6 @@
 """What a Hugging Face config.json says about a decoder, or a sentence why our decoder cannot run it."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,24 @@ from laminar.engines.rope import SCALINGS, rope_parameters
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Values of model_type that we run."""
+
+DIFFERS_BY_FAMILY = frozenset(
+    {
+        "num_hidden_layers",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+        "hidden_act",
+        "rope_parameters",
+    }
+)
+"""Keys whose defaults only transformers knows; what it saves itself has them all. Also `head_dim` of Qwen3, which for
+the other families is hidden_size / num_attention_heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +52,13 @@ class DecoderShape:
 
 def read_shape(model_path: Path) -> DecoderShape:
     """Read `model_path`/config.json; transformers fills in what the file leaves to the family's defaults."""
-    from transformers import AutoConfig  # costs a second and is only needed here
+    config = json.loads((model_path / "config.json").read_text())
+    needed = DIFFERS_BY_FAMILY | ({"head_dim"} if config.get("model_type") == "qwen3" else set())
+    if not config.keys() >= needed:
+        from transformers import AutoConfig  # costs a second
 
-    return shape_of(AutoConfig.from_pretrained(model_path).to_dict())
+        config = AutoConfig.from_pretrained(model_path).to_dict()
+    return shape_of(config)
 
 
 def shape_of(config: dict[str, Any]) -> DecoderShape:
