@@ -1,5 +1,6 @@
 """Start the real command line on a small job, look at its processes, kill some of them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -84,6 +85,16 @@ def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     """The process and all its descendants."""
     parent = psutil.Process(process.pid)
     return [parent, *parent.children(recursive=True)]
+
+
+def kill_all(process: subprocess.Popen[bytes]) -> None:
+    """SIGKILL to the process and all its descendants; returns when they are gone."""
+    processes = family(process)
+    for victim in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            victim.kill()
+    process.wait(DEADLINE_S)
+    assert survivors(processes, within_s=10.0) == []
 
 
 def survivors(processes: list[psutil.Process], within_s: float) -> list[psutil.Process]:

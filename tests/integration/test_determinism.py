@@ -1,20 +1,57 @@
-"""`deterministic: true`: a run that is killed again and again ends with the very weights of one that is not."""
+"""`deterministic: true`: however often and in whatever way a run is ended, its weights come out the same."""
 
-import contextlib
+import os
 import random
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import run_kit as kit
 
+from laminar.cluster.instance import SCRATCH_PREFIX
 from laminar.data.sqlite_journal import read_journal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SETTINGS = (*kit.SMALL, "deterministic=true", "trainer.num_steps=10", "trainer.checkpoint.every_steps=3")
-NUM_KILLS = 5
 NUM_ANSWERS = 10 * 4 * 8
+
+
+def launcher_alone(process: subprocess.Popen[bytes]) -> None:
+    processes = kit.family(process)
+    assert len(processes) > 6
+    process.kill()
+    process.wait(kit.DEADLINE_S)
+    assert kit.survivors(processes, within_s=10.0) == []
+
+
+def ctrl_c(process: subprocess.Popen[bytes]) -> None:
+    """A terminal sends it to every process of the group."""
+    processes = kit.family(process)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(kit.DEADLINE_S) == 128 + signal.SIGINT
+    assert kit.survivors(processes, within_s=5.0) == []
+
+
+def sigterm(process: subprocess.Popen[bytes]) -> None:
+    processes = kit.family(process)
+    process.terminate()
+    assert process.wait(kit.DEADLINE_S) == 128 + signal.SIGTERM
+    assert kit.survivors(processes, within_s=5.0) == []
+
+
+WAYS: list[Callable[[subprocess.Popen[bytes]], None]] = [
+    kit.kill_all,
+    ctrl_c,
+    kit.kill_all,
+    kit.kill_all,
+    sigterm,
+    kit.kill_all,
+    kit.kill_all,
+]
 
 
 def trained_in_order(run: Path) -> list[tuple[int | None, str]]:
@@ -34,29 +71,39 @@ def num_answers(run: Path) -> int:
     return len({event["trajectory_id"] for event in kit.events(run, "trajectory") if event["purpose"] == "training"})
 
 
-def kill_all_when(run: Path, log: Path, at_answers: int, *args: str) -> None:
-    """Let a run go on until so many answers were finished, then SIGKILL every process of it."""
-    with kit.training(*args, log=log) as process:
-        kit.wait_for(f"{at_answers} answers", lambda: num_answers(run) >= at_answers, process, log)
-        processes = kit.family(process)
-        for victim in processes:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                victim.kill()
-        process.wait(kit.DEADLINE_S)
-        assert kit.survivors(processes, within_s=10.0) == []
+def left_behind() -> set[str]:
+    """What processes of a run leave outside its folder."""
+    scratch = Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*")
+    return {*os.listdir("/dev/shm"), *(str(path) for path in scratch)}
 
 
-def test_five_kills_of_everything_change_neither_weights_nor_order(tmp_path: Path) -> None:
+def replicas_started(run: Path) -> int:
+    return len(kit.events(run, "replica_started"))
+
+
+def test_however_often_it_is_ended_a_run_keeps_its_weights_and_its_order(tmp_path: Path) -> None:
     whole, torn, log = tmp_path / "whole", tmp_path / "torn", tmp_path / "log"
+    before = left_behind()
     with kit.training(str(kit.RECIPE), *SETTINGS, "--out", str(whole), log=log) as process:
         kit.finish(process, log)
-    points = sorted(random.Random(0).sample(range(1, NUM_ANSWERS - 20), NUM_KILLS))
-    kill_all_when(torn, log, points[0], str(kit.RECIPE), *SETTINGS, "--out", str(torn))
-    for point in points[1:]:
-        kill_all_when(torn, log, point, "--resume", str(torn))
+
+    with kit.training(str(kit.RECIPE), *SETTINGS, "--out", str(torn), log=log) as process:
+        kit.wait_for("both replicas", lambda: replicas_started(torn) == 2, process, log)
+        launcher_alone(process)
+    assert not kit.events(torn, "checkpoint"), "the end came too late to show a resume without one"
+    points = sorted(random.Random(0).sample(range(1, NUM_ANSWERS * 3 // 4), len(WAYS)))
+    for at_answers, end in zip(points, WAYS, strict=True):
+        with kit.training("--resume", str(torn), log=log) as process:
+            kit.wait_for("answers", lambda least=at_answers: num_answers(torn) >= least, process, log)
+            end(process)
+        if end in (ctrl_c, sigterm):
+            assert left_behind() <= before
+            assert kit.summary(torn)["exit_reason"] != "finished"
     with kit.training("--resume", str(torn), log=log) as process:
         kit.finish(process, log)
-    assert kit.summary(torn)["resumes"] == NUM_KILLS
+
+    assert left_behind() <= before
+    assert kit.summary(torn)["resumes"] == 1 + len(WAYS)
     for run in (whole, torn):
         assert kit.audit(run)["problems"] == []
     order = trained_in_order(whole)

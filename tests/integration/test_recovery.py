@@ -56,7 +56,7 @@ def test_each_part_is_killed_and_comes_back_while_the_others_go_on(tmp_path: Pat
     assert len(published) - len(set(published)) <= 1, "only the restarted relay gets a version again"
 
 
-def test_a_repaired_replica_loads_the_newest_weights_before_it_gets_work(tmp_path: Path) -> None:
+def test_a_killed_replica_costs_nothing_and_loads_the_newest_weights_before_it_gets_work_again(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     with kit.training(str(kit.RECIPE), *ENDLESS, "--out", str(run), log=log) as process:
         kit.wait_for("a third step", lambda: kit.last_step(run) >= 3, process, log)
@@ -64,6 +64,14 @@ def test_a_repaired_replica_loads_the_newest_weights_before_it_gets_work(tmp_pat
         fault = Fault(kind=FaultKind.KILL, target="replica-0")
         session.follow(fault, *session.strike(fault), deadline_s=kit.DEADLINE_S)
         stop_well(run, process, log)
+    with kit.training("--resume", str(run), f"trainer.num_steps={kit.last_step(run) + 3}", log=log) as process:
+        kit.finish(process, log)
+    report, told = kit.audit(run), kit.summary(run)
+    assert report["problems"] == []
+    assert report["counts"]["trained"] == kit.last_step(run) * 4 * 8
+    assert told["restarts"] == 1
+    assert told["exit_reason"] == "finished"
+    assert (run / "export" / "model.safetensors").is_file()
     events = kit.events(run)
     second_life = [e for e in events if e.get("replica_id") == "replica-0" and e.get("incarnation") == 2]
     started = next(e["t"] for e in second_life if e["kind"] == "replica_started")
