@@ -103,6 +103,30 @@ def test_a_tokenizer_with_special_tokens_gives_the_same_ids_as_transformers(chat
     assert ours.decode(ours.encode_prompt(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("ended", [True, False], ids=["with its end token", "with another end token"])
+def test_a_dialogue_has_the_ids_of_the_whole_conversation_and_the_models_own_between_them(chat_model, ended):
+    """What the model drew is kept even where the tokenizer would have cut the same text otherwise."""
+    ours, theirs = load_tokenizer(chat_model), reference(chat_model)
+    prompt, said, reply = list(MESSAGES[:2]), "three", {"role": "user", "content": "And 5+6? héllo"}
+    drawn = [theirs.convert_tokens_to_ids(letter) for letter in said] + [2 if ended else 0]
+    assert drawn[:-1] != theirs.encode(said, add_special_tokens=False)
+    ids = [*ours.encode_prompt(prompt), *drawn, *ours.encode_reply([reply], after=drawn)]
+    whole = theirs.apply_chat_template(
+        [*prompt, {"role": "assistant", "content": said}, reply], tokenize=False, add_generation_prompt=True
+    )
+    told = theirs.decode(ids)
+    assert told == whole if ended else told.replace("three<s>", "three") == whole
+
+
+def test_a_template_that_refuses_a_reply_or_hides_answers_is_named(chat_model, tmp_path):
+    with pytest.raises(UserError, match="refuses the messages"):
+        load_tokenizer(chat_model).encode_reply([{"role": "judge", "content": "?"}], after=[2])
+    folder = shutil.copytree(chat_model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    with pytest.raises(UserError, match="leaves out what an assistant says"):
+        load_tokenizer(folder).encode_reply([{"role": "user", "content": "?"}], after=[2])
+
+
 @pytest.mark.parametrize("place", ["chat_template.jinja", "tokenizer_config.json", "named"])
 def test_the_chat_template_gives_the_same_prompt_as_transformers(chat_model, tmp_path, place):
     folder = shutil.copytree(chat_model, tmp_path / "model")

@@ -2,8 +2,10 @@
 
 from laminar.rollout.ports import Environments, Grader, Tokenizer
 from laminar.rollout.trajectory import EpisodeLimits, RunningTrajectory, model_turns, stop_reason
+from laminar.schema.errors import UserError
 from laminar.schema.trajectories import Finish, Grade, StopReason, Unscorable, response_ids
-from laminar.tasks.protocol import Environment, EnvironmentLost, EpisodeFailed, Reply
+from laminar.tasks.protocol import Environment, EnvironmentLost, EpisodeFailed, Reply, Turn
+from laminar.tasks.verdicts import as_grade
 from laminar.telemetry.waits import Waits
 
 MAX_REPLAYS = 3
@@ -39,11 +41,21 @@ class Episodes:
         reply = await self._reply(trajectory, turns)
         if isinstance(reply, Unscorable):
             return self._finish(trajectory, "environment", reply)
-        room = self._limits.max_new_tokens - trajectory.num_tokens
-        trajectory.reply(self._tokenizer.encode_text(reply.text)[:room])
-        if reply.done:
-            return await self._graded(trajectory, "environment")
-        return None
+        try:
+            ids = self._ids_of(reply, turns[-1])
+        except UserError as error:  # its messages do not fit the model's chat template
+            return self._finish(trajectory, "environment", Unscorable(reason=f"environment: {error}"))
+        trajectory.reply(ids[: self._limits.max_new_tokens - trajectory.num_tokens])
+        if not reply.done:
+            return None
+        if reply.grade is not None:
+            return self._finish(trajectory, "environment", as_grade(reply.grade))
+        return await self._graded(trajectory, "environment")
+
+    def _ids_of(self, reply: Reply, turn: list[int]) -> tuple[int, ...]:
+        if reply.messages:
+            return self._tokenizer.encode_reply(reply.messages, after=turn)
+        return self._tokenizer.encode_text(reply.text)
 
     def forget(self, trajectory_id: str) -> None:
         """The trajectory left this replica."""
@@ -57,7 +69,7 @@ class Episodes:
             try:
                 with self._waits.on(f"the environment of {trajectory.item.trajectory_id} to reply", of="environment"):
                     environment = await self._environment(trajectory, turns)
-                    return await environment.act(self._tokenizer.decode(turns[-1]))
+                    return await environment.act(Turn(self._tokenizer.decode(turns[-1]), turns[-1]))
             except EpisodeFailed as error:
                 return Unscorable(reason=f"environment: {error}")
             except EnvironmentLost as error:
@@ -73,7 +85,7 @@ class Episodes:
             environment = self._environments.environment(trajectory.problem)
             self._open[trajectory_id] = environment
             for turn in turns[:-1]:
-                await environment.act(self._tokenizer.decode(turn))
+                await environment.act(Turn(self._tokenizer.decode(turn), turn))
         return self._open[trajectory_id]
 
     async def _graded(self, trajectory: RunningTrajectory, reason: StopReason) -> Finish:

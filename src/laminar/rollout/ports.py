@@ -7,7 +7,7 @@ from typing import Protocol
 from laminar.engines.protocol import Weights
 from laminar.schema.fleet import Adoption, ReplicaLoad
 from laminar.schema.trajectories import Batch, Grade, Update
-from laminar.tasks.protocol import Environment, Problem
+from laminar.tasks.protocol import Environment, Message, Problem
 
 
 class DataPort(Protocol):
@@ -75,6 +75,10 @@ class Tokenizer(Protocol):
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Token ids of a piece of context, without special tokens."""
+        ...
+
+    def encode_reply(self, messages: Sequence[Message], after: Sequence[int]) -> tuple[int, ...]:
+        """Token ids of messages that follow a turn of the model, up to the opening of its next turn."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from laminar.data.ports import Split
 from laminar.engines.workloads import Workload
 from laminar.schema.trajectories import Grade, Prompt, Scored
-from laminar.tasks.protocol import Environment, Problem, Reply
+from laminar.tasks.protocol import Environment, Message, Problem, Reply, Turn
 
 END, CALL = 0, 1
 """Stop tokens: of an answer, and of a turn that calls the tool."""
@@ -49,6 +49,10 @@ class EmulatedTokenizer:
         """A reply."""
         return (2,) * self._reply_ids if text else ()
 
+    def encode_reply(self, messages: Sequence[Message], after: Sequence[int]) -> tuple[int, ...]:
+        """Messages are as long as any reply."""
+        return (2,) * self._reply_ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """What reward and tool need to know of an answer."""
         return f"{sum(token_ids)} {token_ids[-1]}"
@@ -68,7 +72,7 @@ class EmulatedTool(Environment):
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
 
-    async def act(self, turn: str) -> Reply:
+    async def act(self, turn: Turn) -> Reply:
         """Take the time that this call takes."""
         total, last = (int(word) for word in turn.split())
         if last != CALL:

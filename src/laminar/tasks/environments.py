@@ -13,8 +13,8 @@ from typing import Any, Final
 from msgspec import Struct
 
 from laminar.schema.errors import LaminarError, UserError
-from laminar.tasks.episode_worker import OUT_OF_MEMORY, Act, Acted, Close, Open, checked_reply
-from laminar.tasks.protocol import Environment, EnvironmentLost, EpisodeFailed, InteractiveTask, Problem, Reply
+from laminar.tasks.episode_worker import OUT_OF_MEMORY, Act, Acted, Close, Open, checked_reply, close_environment
+from laminar.tasks.protocol import Environment, EnvironmentLost, EpisodeFailed, InteractiveTask, Problem, Reply, Turn
 from laminar.tasks.verdicts import user_line
 from laminar.tasks.worker import WorkerSetup
 from laminar.tasks.worker_process import WorkerDied, WorkerProcess
@@ -36,13 +36,18 @@ class InlineEnvironments:
 
     def __init__(self, task: InteractiveTask, timeout_s: float) -> None:
         self._task, self._timeout_s = task, timeout_s
+        self._closing: set[asyncio.Task[None]] = set()
 
     def environment(self, problem: Problem) -> Environment:
         """A fresh environment for one episode."""
         return _InlineEpisode(self._task, problem, self._timeout_s)
 
     def forget(self, environment: Environment) -> None:
-        """Nothing to do."""
+        """The episode is over."""
+        assert isinstance(environment, _InlineEpisode), "it is one of ours"
+        closing = asyncio.create_task(environment.close(), name="close an episode")
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
 
 class _InlineEpisode:
@@ -50,7 +55,7 @@ class _InlineEpisode:
         self._task, self._problem, self._timeout_s = task, problem, timeout_s
         self._environment: Environment | None = None
 
-    async def act(self, turn: str) -> Reply:
+    async def act(self, turn: Turn) -> Reply:
         """One turn; what user code raises is a fact about this episode."""
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -64,6 +69,10 @@ class _InlineEpisode:
         if isinstance(reply, str):
             raise EpisodeFailed(reply)
         return reply
+
+    async def close(self) -> None:
+        """Let the environment give back what it holds."""
+        await close_environment(self._environment)
 
 
 class EnvironmentPool:
@@ -126,7 +135,7 @@ class _Episode:
         self._pool, self._number, self._problem, self._timeout_s = pool, number, problem, timeout_s
         self._host: _Worker | None = None
 
-    async def act(self, turn: str) -> Reply:
+    async def act(self, turn: Turn) -> Reply:
         """See the module."""
         try:
             if self._host is None:
@@ -161,12 +170,12 @@ class _Worker:
         """Begin an episode."""
         await self._send(Open(episode=episode, problem=problem))
 
-    async def act(self, episode: int, turn: str, timeout_s: float) -> Reply:
+    async def act(self, episode: int, turn: Turn, timeout_s: float) -> Reply:
         """One turn; a turn that takes too long ends the episode, and the process if it cannot be stopped alone."""
         answer: asyncio.Future[Acted] = asyncio.get_running_loop().create_future()
         self._playing[episode] = answer
         try:
-            await self._send(Act(episode=episode, turn=turn))
+            await self._send(Act(episode=episode, turn=str(turn), token_ids=turn.token_ids))
             try:
                 acted = await asyncio.wait_for(asyncio.shield(answer), timeout_s)
             except TimeoutError:

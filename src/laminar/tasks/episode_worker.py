@@ -4,6 +4,7 @@ Invariant: every `Act` is answered by one `Acted`, unless user code blocks the p
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from laminar.schema.trajectories import Unscorable
 from laminar.tasks.framing import FRAME_HEADER
-from laminar.tasks.protocol import Environment, InteractiveTask, Problem, Reply
-from laminar.tasks.verdicts import user_line
+from laminar.tasks.protocol import ClosableEnvironment, Environment, InteractiveTask, Problem, Reply, Turn
+from laminar.tasks.verdicts import as_grade, user_line
 
 OUT_OF_MEMORY = 97
 """Exit code of a worker that reached its limit: what else it holds cannot be relied on."""
@@ -31,6 +33,7 @@ class Act(Struct, frozen=True, kw_only=True, tag="act"):
 
     episode: int
     turn: str
+    token_ids: tuple[int, ...]
 
 
 class Close(Struct, frozen=True, kw_only=True, tag="close"):
@@ -60,6 +63,7 @@ class _EpisodeServer:
         self._connection = connection
         self._episodes: dict[int, Environment | str] = {}
         self._acting: dict[int, asyncio.Task[None]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()
 
     async def run(self) -> None:
@@ -79,14 +83,17 @@ class _EpisodeServer:
             match message:
                 case Open(episode=episode, problem=problem):
                     self._episodes[episode] = _made(self._task, problem)
-                case Act(episode=episode, turn=turn):
-                    self._acting[episode] = asyncio.create_task(self._act(episode, turn))
+                case Act(episode=episode, turn=turn, token_ids=token_ids):
+                    self._acting[episode] = asyncio.create_task(self._act(episode, Turn(turn, token_ids)))
                 case Close(episode=episode):
-                    self._episodes.pop(episode, None)
                     if (acting := self._acting.pop(episode, None)) is not None:
                         acting.cancel()
+                    if (environment := self._episodes.pop(episode, None)) is not None:
+                        closing = asyncio.create_task(close_environment(environment))
+                        self._closing.add(closing)
+                        closing.add_done_callback(self._closing.discard)
 
-    async def _act(self, episode: int, turn: str) -> None:
+    async def _act(self, episode: int, turn: Turn) -> None:
         environment = self._episodes.get(episode, "the episode is closed")
         try:
             reply = environment if isinstance(environment, str) else checked_reply(await environment.act(turn))
@@ -115,13 +122,30 @@ def _made(task: InteractiveTask, problem: Problem) -> Environment | str:
         return _told(error)
 
 
+async def close_environment(environment: object) -> None:
+    """Let an environment give back what it holds; what it raises then is nobody's business any more."""
+    if isinstance(environment, ClosableEnvironment):
+        with contextlib.suppress(Exception):
+            await environment.close()
+
+
 def checked_reply(reply: Any) -> Reply | str:
-    """What user code returned, or why it is no reply."""
+    """What user code returned, its grade judged as any other; or why it is no reply."""
     if not isinstance(reply, Reply):
         return f"the reply is not a Reply but a {type(reply).__name__}: {reply!r:.80}"
     if not isinstance(reply.text, str) or not isinstance(reply.done, bool):
         return f"a Reply has a text and a bool, this one {reply.text!r:.80} and {reply.done!r:.80}"
-    return reply
+    if reply.text and reply.messages:
+        return "a Reply has a text or messages, this one both"
+    for message in reply.messages:
+        if not {"role", "content"} <= message.keys() or not all(isinstance(value, str) for value in message.values()):
+            return f"a message has a role and a content, all strings; this one is {message!r:.80}"
+    if reply.grade is None:
+        return reply
+    if not reply.done:
+        return "a Reply with a grade ends the episode: done=True is missing"
+    grade = as_grade(reply.grade)
+    return grade.reason if isinstance(grade, Unscorable) else msgspec.structs.replace(reply, grade=grade)
 
 
 def _told(error: BaseException) -> str:

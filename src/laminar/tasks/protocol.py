@@ -1,7 +1,7 @@
 """The contract of a task: where prompts come from, how an answer is graded, what an environment replies."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 from msgspec import Struct
 
@@ -22,11 +22,32 @@ class Problem(Struct, frozen=True, kw_only=True):
     payload: dict[str, Any] = {}
 
 
-class Reply(Struct, frozen=True, kw_only=True):
-    """What an environment answers to one turn. `text` is appended to the context; `done` ends the episode."""
+Message = dict[str, str]
+"""A chat message: `role`, `content` and whatever else the model's chat template knows."""
 
-    text: str
+
+class Turn(str):
+    """A turn of the model as text, special tokens removed; `token_ids` is what was drawn, its end token included."""
+
+    token_ids: tuple[int, ...]
+
+    def __new__(cls, text: str, token_ids: Sequence[int] = ()) -> Self:
+        turn = super().__new__(cls, text)
+        turn.token_ids = tuple(token_ids)
+        return turn
+
+
+class Reply(Struct, frozen=True, kw_only=True):
+    """What an environment answers to one turn; `done` ends the episode.
+
+    `text` joins the context as it is; `messages` join it as the model's chat template writes them, with the opening of
+    the model's next turn. `grade`, with `done`, is the reward of the whole episode; without it the task's `grade` says.
+    """
+
+    text: str = ""
+    messages: tuple[Message, ...] = ()
     done: bool = False
+    grade: float | Grade | None = None
 
 
 class EpisodeFailed(LaminarError):
@@ -41,8 +62,17 @@ class Environment(Protocol):
     """One episode; made anew for every attempt, never reset. It lives in a process with others, apart from the replica:
     memory is limited, and a turn that takes too long or kills the process ends the episode."""
 
-    async def act(self, turn: str) -> Reply:
-        """Take the model's last turn (special tokens removed) and reply."""
+    async def act(self, turn: Turn) -> Reply:
+        """Take the model's last turn and reply."""
+        ...
+
+
+@runtime_checkable
+class ClosableEnvironment(Protocol):
+    """An environment that holds something: `close` is called when the episode is over, unless its process is killed."""
+
+    async def close(self) -> None:
+        """Give back what it holds."""
         ...
 
 

@@ -20,6 +20,9 @@ from laminar.schema.errors import UserError
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Keys of tokenizer_config.json that chat templates may use as variables."""
 
+PLACEHOLDER = "\ue000"
+"""A character for private use, so that no template and no message has it."""
+
 
 class Tokenizer:
     """A loaded tokenizer; build it with `load_tokenizer`.
@@ -51,6 +54,19 @@ class Tokenizer:
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Ids of text inside a context, such as an environment's reply: nothing is added to it."""
         return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_reply(self, messages: Sequence[Mapping[str, str]], after: Sequence[int]) -> tuple[int, ...]:
+        """Ids of messages that follow the model's turn `after`, up to the opening of its next turn.
+
+        What the model drew is never written again: the chat template writes a placeholder in its place, and what
+        follows that is taken: the rest of the turn's closing, which the model may have drawn already, and the messages.
+        """
+        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PLACEHOLDER}]
+        _, found, text = self.render([*turn, *messages]).partition(PLACEHOLDER)
+        if not found:
+            raise UserError(f"The chat template of {self._folder} leaves out what an assistant says.")
+        drawn_end = self._backend.id_to_token(after[-1]) if after and after[-1] in self.stop_token_ids else None
+        return self.encode_text(text.removeprefix(drawn_end or ""))
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of ids, special tokens removed."""
