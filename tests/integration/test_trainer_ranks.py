@@ -13,7 +13,7 @@ from trainer_kit import random_groups, save_tiny_model, trainer_config
 from laminar.trainer.learner import TorchLearner
 
 TRAIN_ON_A_RANK = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -39,7 +39,8 @@ restored.restore(saved)
 assert restored.step(random_groups(9, num_groups=1, size=2)[:1]) == metrics[-1]
 save_file(weights, folder / f"rank-{rank}.safetensors")
 (folder / f"rank-{rank}.json").write_text(json.dumps(metrics))
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # threads of gloo that outlive the interpreter abort the process now and then
 """
 
 
