@@ -237,10 +237,12 @@ def run_readers(folder: Path, pipe: Connection) -> None:
         newest: int | None = None
         async with WeightReader(folder / name, SECRET, rules=ClientRules(connect_s=60.0, call_s=60.0)) as reader:
             while True:
-                with contextlib.suppress(PortError):  # it is being killed
+                try:
                     version = await reader.wait_newer(newest, 60.0)
                     if version is not None and version != newest:
                         newest = await check(reader, name)
+                except PortError:  # it was killed; what comes back holds nothing
+                    newest = None
 
     async def check(reader: WeightReader, name: str) -> int:
         async with reader.lease() as held:
