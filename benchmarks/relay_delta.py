@@ -51,7 +51,7 @@ def main() -> None:
     reason = netns.missing()
     if reason is not None:
         sys.exit(f"no namespaces here: {reason}")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     rows = []
     for lr in options.lr:
         model, weights = smollm2() if not options.small else (None, "")
