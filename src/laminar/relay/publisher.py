@@ -96,7 +96,7 @@ class WeightPublisher:
         """Only the first half of `publish`: when it returns, the learner may change its tensors."""
         manifest = layout_of(tensors, self._dtype)
         mine = share(manifest, self._part)
-        pieces = (Piece(name=e.name, start=(0,) * len(e.shape), data=tensors[e.name]) for e in mine)
+        pieces = [Piece(name=e.name, start=(0,) * len(e.shape), data=tensors[e.name]) for e in mine]
         return await self.write_pieces(version, manifest, pieces)
 
     async def write_pieces(
