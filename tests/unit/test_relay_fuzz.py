@@ -30,6 +30,7 @@ from laminar.relay.chain_messages import (
     Rewound,
     Runs,
     Same,
+    Taken,
     VersionKey,
     Want,
     Watch,
@@ -72,10 +73,11 @@ def to_relay(epoch: int) -> list[list[bytes]]:
     """Conversations that make sense, to be spoilt."""
     follow = framed(Follow(relay_id="two", epoch=epoch, link="tcp", held=(KEY,)))
     want = framed(Want(key=KEY, missing=((0, 2048),), bases=(KEY,)))
-    push = framed(Push(epoch=epoch, key=KEY, manifest=MANIFEST, part=0, num_parts=1))
+    push = framed(Push(epoch=epoch, key=KEY, manifest=MANIFEST, part=0, num_parts=1, second_s=0.01))
     runs = framed(Runs(((0, 1024), (1024, 2048)), DIGEST), DATA)
     return [
         [follow, want, want],
+        [follow, want, framed(Taken(KEY)), want, framed(Taken(KEY))],
         [push, runs, framed(Written())],
         [push, framed(Same(((0, 2048),), DIGEST)), framed(Written())],
         [push, framed(Runs(((0, 64),), int(xxhash.xxh3_64_intdigest(DATA[:64]))), DATA[:64]), framed(GivenUp())],

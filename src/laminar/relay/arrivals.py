@@ -44,6 +44,7 @@ class Arrival:
         self.num_chunks = num_chunks(self.total_bytes, chunk_bytes)
         self.is_whole = False
         self.is_dropped = False
+        self.is_passed_on = False
         self._is_claimed = False
         self.started_s = time.monotonic()
         self.wire_bytes = 0
@@ -130,6 +131,12 @@ class Arrival:
         """All bytes are there and can be seen."""
         with self._changed:
             self.is_whole = True
+            self._changed.notify_all()
+
+    def passed_on(self) -> None:
+        """The next relay can show it."""
+        with self._changed:
+            self.is_passed_on = True
             self._changed.notify_all()
 
     def drop(self) -> None:

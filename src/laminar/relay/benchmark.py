@@ -1,9 +1,14 @@
 """How long weights take from a learner's tensors to a replica's over one machine's relay, against plain copies.
 
-Times are seconds over interleaved repetitions. `memcpy` is one numpy copy of as many bytes into warm memory,
+Times are seconds, medians of interleaved repetitions. `memcpy` is one numpy copy of as many bytes into warm memory,
 `memcpy_by_tensor` the same in pieces of the model's tensors; `publish_stall` is how long the learner's tensors were
-being read, `visible` how long after the call to `publish` a waiting reader has the version, `swap_in` the copy from a
-lease into tensors of one's own, `map` what it takes to have all tensors of a lease. The relay is another process.
+being read, `write` the whole call after which the learner may go on, `visible` how long after its begin a waiting
+reader has the version, `swap_in` the copy from a lease into tensors of one's own, `map` what it takes to have all
+tensors of a lease. The relay is another process.
+
+Each ratio is the median of the ratios of neighbours: what was measured against the mean of the copies just before and
+just after it, so that a machine that is busy for a while slows down both. Ratios of `cpu` compare the seconds that this
+process computed, which do not count while others have the processor.
 """
 
 import asyncio
@@ -95,8 +100,13 @@ def measure(name: str, model: Model, options: Options) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, one_relay(Path(folder)) as path:
         times, facts = asyncio.run(_measure(path, model, options))
     medians = {key: round(statistics.median(values) * 1e3, 3) for key, values in sorted(times.items())}
-    pairs = itertools.product(("publish_stall", "swap_in"), ("memcpy", "memcpy_by_tensor"))
-    ratios = {f"{one} / {other}": ratio(times, one, other) for one, other in pairs}
+    ratios = {
+        f"{one} / {other}": ratio(times, one, other, at)
+        for other in ("memcpy", "memcpy_by_tensor", "memcpy_cpu")
+        for at, ones in enumerate((("publish_stall", "write", "write_cpu"), ("swap_in", "swap_in_cpu")))
+        for one in ones
+        if one.endswith("_cpu") == other.endswith("_cpu")
+    }
     return {"model": name, "tensors": len(model), **facts, "ms": medians, "ratios": ratios}
 
 
@@ -161,15 +171,20 @@ async def _measure(path: Path, model: Model, options: Options) -> tuple[Times, d
                 own = copies_of(weights.tensors)
         payload_bytes = sum(tensor.nbytes for tensor in {t.data_ptr(): t for t in own.values()}.values())
         copies = Memcpy(own)
+        copies.measure(times)
         for version in range(WARM_UP, WARM_UP + options.repeat):
             waiting = asyncio.create_task(stamped(waiter.wait_newer(version - 1, 60.0)))
             await asyncio.sleep(0)
-            copies.measure(times)
             started_s = time.perf_counter()
-            times["publish_stall"].append(await publisher.publish(version, model))
+            with stopped(times, "write"):
+                written = await publisher.write(version, model)
+            times["publish_stall"].append(written.stall_s)
+            await publisher.complete(written)
             times["publish"].append(time.perf_counter() - started_s)
             times["visible"].append(await waiting - started_s)
+            copies.measure(times)
             await _read(reader, own, times)
+            copies.measure(times)
         status = await reader.status()
     facts = {
         "payload_mib": round(payload_bytes / 2**20, 1),
@@ -201,8 +216,10 @@ class Memcpy:
 
     def measure(self, times: Times) -> None:
         """Once each way."""
-        times["memcpy"].append(seconds(lambda: np.copyto(self._target, self._source)))
-        times["memcpy_by_tensor"].append(seconds(self._by_tensor))
+        with stopped(times, "memcpy"):
+            np.copyto(self._target, self._source)
+        with stopped(times, "memcpy_by_tensor"):
+            self._by_tensor()
 
     def _by_tensor(self) -> None:
         for target, source in zip(self._targets, self._sources, strict=True):
@@ -214,7 +231,8 @@ async def _read(reader: WeightReader, own: Model, times: Times) -> None:
     async with reader.lease() as weights:
         pairs = list({own[key].data_ptr(): (own[key], tensor) for key, tensor in weights.tensors.items()}.values())
         times["map"].append(time.perf_counter() - started_s)
-        times["swap_in"].append(seconds(lambda: copy_all(pairs)))
+        with stopped(times, "swap_in"):
+            copy_all(pairs)
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -237,9 +255,20 @@ async def stamped(work: Awaitable[object]) -> float:
     return time.perf_counter()
 
 
-def ratio(times: Times, one: str, other: str) -> float:
-    """Of the medians."""
-    return round(statistics.median(times[one]) / statistics.median(times[other]), 2)
+@contextlib.contextmanager
+def stopped(times: Times, name: str) -> Iterator[None]:
+    """How long the context takes, and under `name`_cpu how long this process computes meanwhile."""
+    started_s, computed_s = time.perf_counter(), time.process_time()
+    yield
+    times[name].append(time.perf_counter() - started_s)
+    times[f"{name}_cpu"].append(time.process_time() - computed_s)
+
+
+def ratio(times: Times, one: str, copy: str, at: int) -> float:
+    """The median over repetitions, each of which lies between two copies: the first two (`at` 0) or the last two."""
+    around = [(before + after) / 2 for before, after in itertools.pairwise(times[copy])]
+    pairs = zip(times[one], around[at::2], strict=True)
+    return round(statistics.median(measured / copied for measured, copied in pairs), 2)
 
 
 def private_bytes() -> int:

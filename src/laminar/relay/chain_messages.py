@@ -7,7 +7,7 @@ A connection begins like a local one (`Challenge`, `Proof`, `Welcome`). The firs
 `Follow` (a relay wants to be fed), `Push` (a learner brings a version), `Join` (a relay takes part; keeper only) or
 `Watch` (somebody wants to know the chain; keeper only).
 
-Feeding:   Follow -> Accepted -> { Begin -> Want -> Chunk... -> Whole | Dropped } | Rewound | Alive
+Feeding:   Follow -> Accepted -> { Begin -> Want -> Chunk... -> Whole -> Taken | Dropped } | Rewound | Alive
 Pushing:   Push -> Wanted -> Runs... (or Same..., if nothing is wanted) -> Written -> Landed
 """
 
@@ -27,6 +27,9 @@ MAX_CHUNKS = 1 << 20
 
 MAX_RUNS = 1024
 """Pieces of one `Runs`; as many as the kernel scatters in one call."""
+
+MAX_SECOND_S = 60.0
+"""A learner waits no longer for a second relay."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 Digest = Annotated[int, Meta(ge=0)]
@@ -100,6 +103,12 @@ class Whole(Struct, frozen=True, tag=True):
     checksum: Digest
 
 
+class Taken(Struct, frozen=True, tag=True):
+    """The answer to `Whole`: the version can be seen here."""
+
+    key: VersionKey
+
+
 class Dropped(Struct, frozen=True, tag=True):
     """The rest of this version does not come: a newer one does."""
 
@@ -117,13 +126,17 @@ class Alive(Struct, frozen=True, tag=True):
 
 
 class Push(Struct, frozen=True, tag=True, kw_only=True):
-    """-> Wanted or Denied. A learner's rank brings its part of a version; again after a failure, under the same key."""
+    """-> Wanted or Denied. A learner's rank brings its part of a version; again after a failure, under the same key.
+
+    `second_s`: how long it waits at the end for a second relay to have the version, so that no death takes it along.
+    """
 
     epoch: Count
     key: VersionKey
     manifest: Manifest
     part: Count
     num_parts: Annotated[int, Meta(ge=1, le=1 << 20)]
+    second_s: Annotated[float, Meta(ge=0, le=MAX_SECOND_S)] = 0.0
 
 
 class Wanted(Struct, frozen=True, tag=True):
@@ -155,7 +168,7 @@ class GivenUp(Struct, frozen=True, tag=True):
 
 
 class Landed(Struct, frozen=True, tag=True):
-    """All parts are there and the version can be seen."""
+    """All parts are there and the version can be seen, by readers of two relays if that did not take too long."""
 
 
 class Join(Struct, frozen=True, tag=True, kw_only=True):
@@ -211,7 +224,7 @@ class ChainStatus(Struct, frozen=True, tag=True):
 
 
 Message = (
-    Follow | Accepted | Denied | Begin | Want | Chunk | Whole | Dropped | Rewound | Alive
+    Follow | Accepted | Denied | Begin | Want | Chunk | Whole | Taken | Dropped | Rewound | Alive
     | Push | Wanted | Runs | Same | Written | GivenUp | Landed | Join | Beat | Watch | Look | Topology | ChainStatus
 )  # fmt: skip
 

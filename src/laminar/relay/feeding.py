@@ -6,7 +6,18 @@ Invariant: only chunks that are here and checked are sent, and only those that t
 from collections.abc import Callable
 
 from laminar.relay.arrivals import Arrival, Board
-from laminar.relay.chain_messages import Accepted, Alive, Begin, Chunk, Dropped, Rewound, VersionKey, Want, Whole
+from laminar.relay.chain_messages import (
+    Accepted,
+    Alive,
+    Begin,
+    Chunk,
+    Dropped,
+    Rewound,
+    Taken,
+    VersionKey,
+    Want,
+    Whole,
+)
 from laminar.relay.delta import DeltaEncoder
 from laminar.relay.frames import BadFrame
 from laminar.relay.links import Link
@@ -108,6 +119,9 @@ class Feeder:
             raise BadFrame("the answer is about another version")
         if self._send_chunks(arrival, want):
             self._link.send(Whole(arrival.key, arrival.checksum()))
+            if self._link.receive(Taken).key != arrival.key:
+                raise BadFrame("the answer is about another version")
+            arrival.passed_on()
             self._overtook, self._fed = False, arrival.key
         elif not self._stopped:
             self._link.send(Dropped(arrival.key))

@@ -20,6 +20,7 @@ from laminar.relay.chain_messages import (
     Dropped,
     Follow,
     Rewound,
+    Taken,
     VersionKey,
     Want,
     Whole,
@@ -36,7 +37,7 @@ SMOOTHING = 0.2
 
 
 class Inbox(Protocol):
-    """Where versions go; calls wait for the relay's event loop."""
+    """Where versions go, and whether another relay is behind this one; calls wait for the relay's event loop."""
 
     def arrive(self, key: VersionKey, manifest: Manifest, chunk_bytes: int | None) -> Arrival | None: ...
     def arrived(self, arrival: Arrival, checksum: int) -> None: ...
@@ -45,6 +46,7 @@ class Inbox(Protocol):
     def hold(self, arrival: Arrival) -> bool: ...
     def let_go(self, arrival: Arrival) -> None: ...
     def taint(self, arrival: Arrival) -> None: ...
+    def has_next(self) -> bool: ...
 
 
 class HopMeter:
@@ -177,8 +179,11 @@ class Follower:
     def _whole(self, whole: Whole) -> None:
         arrival = self._coming
         self._use_base(None)
-        if arrival is None or arrival.key != whole.key:
-            return  # it was here
+        if arrival is not None and arrival.key == whole.key:
+            self._complete(arrival, whole)
+        self._link.send(Taken(whole.key))  # just now, or it was here before
+
+    def _complete(self, arrival: Arrival, whole: Whole) -> None:
         if arrival.missing():
             raise BadFrame(f"version {arrival.key.version} is said to be complete, but bytes are missing")
         if arrival.checksum() != whole.checksum:

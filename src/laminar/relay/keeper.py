@@ -252,6 +252,14 @@ class ChainWatch:
                     await self._changed.wait()
         return None if self.chain.master is None else (self.chain.master, self.chain.epoch)
 
+    async def newest(self) -> int | None:
+        """The newest version that the master holds, as the keeper heard last. Raises `PeerLost` if nobody leads."""
+        status = await look(*self._address, self._secret, self._connect_s)
+        if not status.relays:
+            raise PeerLost("the chain has no relays")
+        beat = status.relays[0].beat
+        return None if beat is None else beat.newest
+
     async def until_deposed(self, relay_id: str) -> None:
         """Return when another relay leads."""
         while self.chain.master is None or self.chain.master.relay_id == relay_id:

@@ -48,7 +48,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 """Between attempts to reach the predecessor, which may learn of a new epoch a little later."""
 
 EPOCH_WAIT_S = 2.0
-"""A follower that is ahead of this relay's knowledge waits so long for it to catch up."""
+"""A follower or learner that is ahead of this relay's knowledge waits so long for it to catch up."""
 
 CALL_S = 150.0
 """Threads wait so long for the event loop: longer than a version waits for memory."""
@@ -79,10 +79,17 @@ class ChainRules(Struct, frozen=True, kw_only=True):
 class FromThreads:
     """The relay's store, for threads: each call runs on the event loop."""
 
-    def __init__(self, service: RelayService, loop: asyncio.AbstractEventLoop, tell: Callable[[Arrival], None]) -> None:
+    def __init__(
+        self,
+        service: RelayService,
+        loop: asyncio.AbstractEventLoop,
+        tell: Callable[[Arrival], None],
+        has_next: Callable[[], bool],
+    ) -> None:
         self._service = service
         self._loop = loop
         self._tell = tell
+        self.has_next = has_next
 
     def arrive(self, key: VersionKey, manifest: Manifest, chunk_bytes: int | None) -> Arrival | None:
         return self._call(self._service.arrive(key, manifest, chunk_bytes))
@@ -145,7 +152,7 @@ class ChainMember:
         ends:       never; cancelled by its parent, and all its threads end then
         """
         await asyncio.to_thread(check_link, self._rules.link)
-        self.calls = FromThreads(self._service, asyncio.get_running_loop(), self._tell_of)
+        self.calls = FromThreads(self._service, asyncio.get_running_loop(), self._tell_of, self._has_next)
         with tcp_listener(self._rules.host, self._rules.port) as listener:
             self.address = listener.getsockname()[:2]
             self.listening.set()
@@ -306,17 +313,22 @@ class ChainMember:
     async def _check_follower(self, follow: Follow) -> None:
         if follow.link != self._rules.link:
             raise Fenced(f"this relay links over {self._rules.link}, the next one over {follow.link}")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(EPOCH_WAIT_S):
-                while self.chain.epoch < follow.epoch:
-                    await self._changed.wait()
+        await self._hear_of(follow.epoch)
         if follow.epoch != self.chain.epoch:
             raise Fenced(f"epoch {follow.epoch} is not the one that relay {self._rules.relay_id} is in")
         downstream = self.chain.downstream_of(self._rules.relay_id)
         if downstream is None or downstream.relay_id != follow.relay_id:
             raise Fenced(f"{follow.relay_id} does not follow {self._rules.relay_id} in epoch {follow.epoch}")
 
+    async def _hear_of(self, epoch: int) -> None:
+        """Whoever comes may have heard of a new epoch a little earlier; wait to hear of it too."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EPOCH_WAIT_S):
+                while self.chain.epoch < epoch:
+                    await self._changed.wait()
+
     async def _take_push(self, push: Push, frames: FrameSocket) -> None:
+        await self._hear_of(push.epoch)
         await self._service.admit_writer()
         if push.epoch < self.chain.epoch:
             raise Fenced(f"epoch {push.epoch} is over; it is {self.chain.epoch} now")
@@ -324,6 +336,9 @@ class ChainMember:
         await self._in_thread(wire, lambda: receive_push(wire, push, self._service.board, self.calls))
 
     # ---- inside
+
+    def _has_next(self) -> bool:
+        return self.chain.downstream_of(self._rules.relay_id) is not None
 
     def _tell_of(self, arrival: Arrival) -> None:
         self._events.emit(

@@ -96,7 +96,7 @@ class WeightPublisher:
         """Only the first half of `publish`: when it returns, the learner may change its tensors."""
         manifest = layout_of(tensors, self._dtype)
         mine = share(manifest, self._part)
-        pieces = (Piece(name=e.name, start=(0,) * len(e.shape), data=tensors[e.name]) for e in mine)
+        pieces = [Piece(name=e.name, start=(0,) * len(e.shape), data=tensors[e.name]) for e in mine]
         return await self.write_pieces(version, manifest, pieces)
 
     async def write_pieces(
@@ -175,6 +175,8 @@ def _block(memory_bytes: Tensor, entries: Mapping[str, TensorEntry], piece: Piec
     block = view(memory_bytes, entries[piece.name])
     if len(piece.start) != block.dim() or piece.data.dim() != block.dim():
         raise ManifestError(f"{piece.name}: a piece must have as many dimensions as the tensor, {block.dim()}")
+    if piece.data.shape == block.shape and not any(piece.start):
+        return block
     for dim, (start, size) in enumerate(zip(piece.start, piece.data.shape, strict=True)):
         block = block.narrow(dim, start, size)
     return block

@@ -56,6 +56,9 @@ class PushRules:
     publish_s: float = 120.0
     epoch_wait_s: float = 0.5
     """After a failed try the keeper usually names a new master within this time; else the old one is tried again."""
+    second_s: float = 0.5
+    """A publish waits so long for a second relay to have the version too, or the master's death could take it along.
+    The chain is a chunk behind the learner, so this is milliseconds unless the second relay is in trouble."""
 
 
 class ChainPublisher:
@@ -86,7 +89,11 @@ class ChainPublisher:
         self._life = life or secrets.token_bytes(16)
         self._rules = rules or PushRules()
         self.taken_by: str | None = None
-        """The relay that took the last version. If it dies before it has passed it on, that version is gone."""
+        """The relay that took the last version."""
+
+    async def newest(self) -> int | None:
+        """Newest complete version that the master holds; None if it holds none. Raises `PeerLost` if nobody leads."""
+        return await self._watch.newest()
 
     async def publish(self, version: int, tensors: Mapping[str, Any]) -> float:
         """Bring the weights to the master and wait until they can be seen there; returns the seconds it took.
@@ -142,7 +149,14 @@ class ChainPublisher:
             return
         frames = await dial(master.host, master.port, self._secret, self._rules.connect_s)
         wire = Wire(frames.hand_over(), self._rules.idle_s)
-        request = Push(epoch=epoch, key=key, manifest=manifest, part=self._part.index, num_parts=self._part.count)
+        request = Push(
+            epoch=epoch,
+            key=key,
+            manifest=manifest,
+            part=self._part.index,
+            num_parts=self._part.count,
+            second_s=self._rules.second_s,
+        )
         try:
             await run_until_stopped(partial(_push, wire, request, pieces), wire.shut_down)
         finally:

@@ -1,10 +1,12 @@
 """A master's side towards learners on other machines: every rank brings its part of a version over its own connection.
 
 Invariant: bytes that have arrived and were checked are never written again, whoever sends them; the version is seen
-when all parts are there. What arrived of a push that broke off stays for its repetition, here and down the chain.
+when all parts are there, and the learner is told when a second relay has it too. What arrived of a push that broke off
+stays for its repetition, here and down the chain.
 """
 
 import contextlib
+import time
 
 import xxhash
 
@@ -69,6 +71,7 @@ def _take(wire: Wire, push: Push, arrival: Arrival | None, board: Board, inbox: 
                 raise BadFrame(f"{type(other).__name__} was not due")
     if arrival is not None:
         _complete(wire, arrival, board, inbox)
+    _until_passed_on(wire, push, board, inbox)
     wire.send(Landed())
 
 
@@ -121,5 +124,18 @@ def _complete(wire: Wire, arrival: Arrival, board: Board, inbox: Inbox) -> None:
         if is_last:
             inbox.arrived(arrival, arrival.checksum())
             return
+        if not is_news:
+            wire.send(Alive())
+
+
+def _until_passed_on(wire: Wire, push: Push, board: Board, inbox: Inbox) -> None:
+    """Wait for the next relay to have the version too, but no longer than the learner wants, nor if there is none."""
+    give_up_s = time.monotonic() + push.second_s
+    while (left_s := give_up_s - time.monotonic()) > 0 and inbox.has_next():
+        with board.changed:
+            arrival = board.get(push.key.version)
+            if arrival is None or arrival.key != push.key or arrival.is_passed_on:
+                return
+            is_news = board.changed.wait(min(ALIVE_S, left_s))
         if not is_news:
             wire.send(Alive())
