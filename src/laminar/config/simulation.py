@@ -91,7 +91,9 @@ class ClusterConfig(Section):
     trainer_restart_s: NonNegativeFloat = 60.0
     """and a lost trainer."""
     data_restart_s: NonNegativeFloat = 5.0
-    """A lost data service is back after so long."""
+    """A lost data service is back after so long,"""
+    manager_restart_s: NonNegativeFloat = 5.0
+    """and a lost manager."""
 
 
 class EmulationConfig(Section):

@@ -58,6 +58,7 @@ class Trouble:
             "kill_master_relay": self._kill_master_relay,
             "kill_trainer": self._kill_trainer,
             "kill_data": self._kill_data,
+            "kill_manager": self._world.manager_lost,
             "freeze_data": self._freeze_data,
             "cut_line": self._cut_line,
             "storm": self._storm,
