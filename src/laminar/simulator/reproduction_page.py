@@ -272,7 +272,7 @@ def _tools(rows: Sequence[Row]) -> str:
 
 def _scale(rows: Sequence[Row]) -> str:
     names = ("replicas", "tokens_per_s", "trainer_wait_fraction", "busy_fraction", "staleness_mean", "staleness_max")
-    cost = ("wall_s", "peak_mib", "events_per_s")
+    cost = ("cpu_s", "peak_mib")
     lines = [f"## Beyond the published scales: 7B, a step of {TRAJECTORIES_PER_GPU} trajectories per GPU", ""]
     lines += [
         "Three GPUs of four learn; a replica claims few at a time, so that one step is in flight, not several.",
@@ -287,7 +287,9 @@ def _scale(rows: Sequence[Row]) -> str:
             *lines,
             "",
             f"From {first['gpus']} to {last['gpus']} GPUs throughput grows to {last['tokens_per_s'] / ideal:.0%} of "
-            "proportional. The last three columns are what the simulation cost.",
+            "proportional. The last two columns are what the simulation cost: CPU seconds and memory, per GPU "
+            f"{last['cpu_s'] / last['gpus'] / (first['cpu_s'] / first['gpus']):.1f} times as much CPU at the largest "
+            "as at the smallest.",
             "",
             "What limits it there, and what would have to change:",
             "",
@@ -297,10 +299,9 @@ def _scale(rows: Sequence[Row]) -> str:
             "- *One data shard.* Every token of the run passes through one process. Groups are independent, so "
             "shards by "
             "group would divide its load; the trainer would draw from all of them.",
-            "- *One manager.* A heartbeat copies the table of replicas, so its cost per second grows with the "
-            "square of "
-            "their number; beyond some ten thousand replicas the fleet needs to be cut into cells, each with a "
-            "manager.",
+            "- *One manager.* A heartbeat changes one entry of its table, whatever the number of replicas, but one "
+            "process answers them all, and a call between processes costs far more than the decision. Beyond what "
+            "one core answers, replicas report less often, or the fleet is cut into cells, each with a manager.",
             "- *Staleness.* The longest answer takes as long as ever while iterations get shorter, so it is "
             "older when it "
             "ends. More replicas do not help; shorter answers or a larger step do.",

@@ -19,12 +19,16 @@ MEASURED = frozenset({"step", "trajectory", "load", "repack", "adopted", "pulled
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """A finished simulation: what it measured, what it said, and what it cost this machine."""
+    """A finished simulation: what it measured, what it said, and what it cost this machine.
+
+    `cpu_s` says more than `wall_s` on a machine that does something else, too. `peak_bytes` is the process's.
+    """
 
     config: SimulationConfig
     measures: Measures
     recorder: Recorder
     wall_s: float
+    cpu_s: float
     peak_bytes: int
 
 
@@ -35,7 +39,7 @@ Trouble = Callable[[World], Awaitable[None]]
 def simulate(config: SimulationConfig, *, keep_all_events: bool = False, trouble: Trouble | None = None) -> Run:
     """Simulate one run from its first to its last step."""
     recorder = Recorder(config.emulation.tokens_per_id, kinds=None if keep_all_events else MEASURED)
-    began_s = time.perf_counter()
+    began_s, began_cpu_s = time.perf_counter(), time.process_time()
     gc.collect()
     gc.freeze()
     gc.disable()  # nearly all objects live to the end, and going through millions of them takes a third of the time
@@ -49,6 +53,7 @@ def simulate(config: SimulationConfig, *, keep_all_events: bool = False, trouble
         measures=measure(config, recorder, world.journal),
         recorder=recorder,
         wall_s=time.perf_counter() - began_s,
+        cpu_s=time.process_time() - began_cpu_s,
         peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     )
 
