@@ -14,6 +14,7 @@ from laminar.data.partial_pool import PartialPool
 from laminar.data.shard import DataShard
 from laminar.scheduling import repack
 from laminar.scheduling.repack import Move, RepackCandidate, RepackRules
+from laminar.schema.errors import RunFailed
 from laminar.simulator.breaking import Outcome, break_one, small_world, world_of_seed
 from laminar.simulator.relays import MachineRelay, Relays
 from laminar.simulator.running import simulate
@@ -74,6 +75,17 @@ def test_a_replica_that_ends_while_there_is_no_manager_is_replaced_by_another():
     began = [e["replica_id"] for e in run.recorder.events if e["kind"] == "replica_started"]
     assert len(began) == config.num_replicas + 1
     assert run.measures.num_steps == config.work.num_steps
+
+
+def test_a_run_whose_engines_fail_at_every_start_ends_with_one_sentence():
+    config = small_world("laminar", seed=1)
+
+    async def break_all(world: World) -> None:
+        world.broken_replicas |= {f"replica-{number}" for number in range(100)}
+
+    manager = config.manager.model_copy(update={"max_restarts": 1})
+    with pytest.raises(RunFailed, match="replicas left: 0"):
+        simulate(config.model_copy(update={"manager": manager}), trouble=break_all)
 
 
 def test_equal_seeds_give_equal_logs_and_other_seeds_others():

@@ -3,7 +3,6 @@
 import pytest
 
 from laminar.config.simulation import SimulationConfig
-from laminar.schema.errors import RunFailed
 from laminar.schema.schedule import ScheduleName
 from laminar.simulator.breaking import break_one, small_world
 from laminar.simulator.recorder import Event
@@ -137,13 +136,3 @@ def test_tool_calls_take_their_time():
         return simulate(SimulationConfig.model_validate(config.model_dump() | {"work": work})).measures.latency_mean_s
 
     assert latency(True) > latency(False) + 10.0
-
-
-def test_a_run_that_cannot_go_on_ends_with_one_sentence():
-    config = small_world("sync", seed=1)
-    emulation = config.emulation.model_copy(update={"latency_factor": 1e7, "stream_every_s": 1e5, "claim_wait_s": 1e5})
-    manager = config.manager.model_copy(
-        update={"heartbeat_s": 1e3, "suspect_after_s": 1e4, "dead_after_s": 1e5, "start_timeout_s": 1e5}
-    )
-    with pytest.raises(RunFailed, match="the trainer waited 86400 s"):
-        simulate(config.model_copy(update={"emulation": emulation, "manager": manager}))
