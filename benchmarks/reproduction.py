@@ -33,13 +33,14 @@ def main() -> None:
     parser.add_argument("--figures", nargs="*", choices=list(MAKERS), default=list(MAKERS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of Fig. 11")
     parser.add_argument("--schedules", nargs="+", choices=list(paper.SYSTEMS), default=list(paper.SYSTEMS), help="same")
+    parser.add_argument("--gpus", nargs="+", type=int, help="same")
     arguments = parser.parse_args()
     rows: dict[str, Any] = json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}
     FOLDER.mkdir(exist_ok=True)
     for name in arguments.figures:
         began_s = time.perf_counter()
         if name == "11":
-            rows[name] = with_bars(rows.get(name, []), figure_11(arguments.models, arguments.schedules))
+            rows[name] = with_bars(rows.get(name, []), figure_11(arguments.models, arguments.schedules, arguments.gpus))
         else:
             rows[name] = MAKERS[name]()
         write(rows)

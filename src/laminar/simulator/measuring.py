@@ -1,7 +1,7 @@
 """What a simulated run achieved, from its events and its journal.
 
-All averages are over the time from the end of the warm-up to the end of the last step. Where a step is generated as a
-whole while the one before is trained, it ends here with its last answer, else with its training.
+All averages are over the time from the end of the warm-up to the end of the last step. A step ends with its training,
+or, where steps are generated one by one and training waits for them, with its last answer.
 """
 
 from collections import Counter
@@ -14,6 +14,9 @@ from laminar.config.simulation import SimulationConfig
 from laminar.data.journal import MemoryJournal
 from laminar.scheduling.schedules import schedule_named
 from laminar.simulator.recorder import Event, Recorder
+
+WAITING = 0.01
+"""With a larger share of its time spent waiting, the trainer is not what takes longest."""
 
 
 class Measures(Struct, frozen=True, kw_only=True):
@@ -56,13 +59,12 @@ class Measures(Struct, frozen=True, kw_only=True):
 def measure(config: SimulationConfig, recorder: Recorder, journal: MemoryJournal) -> Measures:
     """Measure a finished run."""
     steps = [event for event in recorder.events if event["kind"] == "step"]
-    if schedule_named(config.schedule, config.max_lag).waits_for_all:
-        ends_s = _generated_s(journal, config.work.groups_per_step)
-    else:
-        ends_s = [step["t"] for step in steps]
-    begin_s = ends_s[config.work.warmup_steps - 1] if config.work.warmup_steps else 0.0
-    end_s = ends_s[len(steps) - 1]
     counted = steps[config.work.warmup_steps :]
+    ends_s = [step["t"] for step in steps]
+    if schedule_named(config.schedule, config.max_lag).waits_for_all and _trainer_waits(counted):
+        ends_s = _generated_s(journal, config.work.groups_per_step)[: len(steps)]
+    begin_s = ends_s[config.work.warmup_steps - 1] if config.work.warmup_steps else 0.0
+    end_s = ends_s[-1]
     events = [event for event in recorder.events if begin_s <= event["t"] <= end_s]
     seconds = end_s - begin_s
     answers = _of(events, "trajectory")
@@ -94,12 +96,18 @@ def measure(config: SimulationConfig, recorder: Recorder, journal: MemoryJournal
     )
 
 
+def _trainer_waits(steps: Sequence[Event]) -> bool:
+    waited_s: float = sum(step["wait_s"] for step in steps)
+    busy_s: float = sum(step["train_s"] + step["publish_s"] for step in steps)
+    return waited_s > WAITING * (waited_s + busy_s)
+
+
 def _generated_s(journal: MemoryJournal, groups_per_step: int) -> list[float]:
     """When the last answer of each step was there.
 
-    Such a schedule repeats itself from one of these moments to the next. Training ends a mini-batch to a whole step
-    after them, by how long the last answers are, and over three steps that is more than what two such schedules differ
-    by.
+    If generation is what takes longest, a schedule repeats itself from one of these moments to the next. Training ends
+    a mini-batch to a whole step later, by how long the last answers are, and over three steps that is more than what
+    two such schedules differ by.
     """
     with journal.rows() as rows:
         completed_s = {row.completed: row.completed_s for row in rows.groups()}

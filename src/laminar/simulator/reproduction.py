@@ -32,7 +32,9 @@ REPACK_STEPS = (8, 3)
 MODELS: Final[tuple[ModelName, ...]] = ("7B", "32B", "72B")
 
 
-def figure_11(models: Sequence[ModelName] = MODELS, schedules: Sequence[ScheduleName] = ()) -> list[Row]:
+def figure_11(
+    models: Sequence[ModelName] = MODELS, schedules: Sequence[ScheduleName] = (), only_gpus: Sequence[int] | None = None
+) -> list[Row]:
     """Throughput of all systems at all scales; baselines with and without the unexplained step floor.
 
     Without it 32B and 72B are simulated at their largest scales only.
@@ -41,6 +43,7 @@ def figure_11(models: Sequence[ModelName] = MODELS, schedules: Sequence[Schedule
         (model, gpus, schedule, floor, False)
         for model in models
         for gpus in paper.SCALES[model]
+        if only_gpus is None or gpus in only_gpus
         for schedule in schedules or tuple(paper.SYSTEMS)
         for floor in ((True, False) if paper.has_floor(schedule) else (False,))
         if floor or not paper.has_floor(schedule) or model == "7B" or gpus == paper.SCALES[model][-1]

@@ -114,8 +114,8 @@ def _orderings(rows: Sequence[Row]) -> list[str]:
 _WHY_EQUAL = """\
 One-step and stream are equal where generating a step takes longer than training on it: in both, the next step begins
 when the last answer of the one before is there. What stream overlaps, the first mini-batches of a step with its longest
-answers, ends the run sooner but repeats nothing faster; it is ahead where the learner takes longest. Both are therefore
-measured from the last answer of one step to that of another. """
+answers, ends the run sooner but repeats nothing faster; it is ahead where the two take about as long. Both are measured
+from the last answer of one step to that of another, or, where training never waits, from its end to its end. """
 
 
 def _in_order(bars: Mapping[ScheduleName, int]) -> str:
@@ -133,19 +133,23 @@ def _outside(rows: Sequence[Row]) -> list[str]:
         limit = LIMITS.get((row["model"], row["schedule"]), BASELINE_LIMIT)
         if row["floor"] != paper.has_floor(row["schedule"]) or abs(row["ratio"] - 1) <= limit:
             continue
-        waits = row["trainer_wait_fraction"]
-        reason = (
-            f"bound by generation (the trainer waits {waits:.0%} of the time): the emulated engine is slower or the "
-            "published one faster than Fig. 4 at this batch"
-            if waits > 0.05
-            else "bound by the learner: the line through the published iteration times misses this point"
-        )
         lines.append(
             f"- {row['model']}, {row['gpus']} GPUs, {row['schedule']}: {row['ratio'] - 1:+.1%}, allowed are "
-            f"{limit:.0%}; {reason}."
+            f"{limit:.0%}; {_why_outside(row)}."
         )
     head = "Bars outside 10 % (7B Laminar) or 25 % (all others):"
     return [head, "", *(lines or ["- none."])]
+
+
+def _why_outside(row: Row) -> str:
+    waits = row["trainer_wait_fraction"]
+    if waits <= 0.05:
+        return "bound by the learner: the line through the published iteration times misses this point"
+    speed = ("slower", "faster") if row["ratio"] < 1 else ("faster", "slower")
+    return (
+        f"bound by generation (the trainer waits {waits:.0%} of the time): the emulated engine is {speed[0]} or the "
+        f"published one {speed[1]} than Fig. 4 at this batch"
+    )
 
 
 def _staleness(rows: Sequence[Row]) -> str:
