@@ -41,7 +41,7 @@ def test_faults_of_every_kind_are_drawn():
     for seed in range(5):
         _, log = break_one(small_world("laminar", seed), 90.0)
         kinds |= {line.split(b'"what":"')[1].split(b'"')[0] for line in log.splitlines() if b'"kind":"fault"' in line}
-    assert len(kinds) == 13, kinds
+    assert len(kinds) == 16, kinds
 
 
 def test_a_manager_that_is_lost_takes_up_the_fleet_that_it_finds():
@@ -137,6 +137,7 @@ def test_the_checker_finds_a_lease_that_is_never_returned(monkeypatch: pytest.Mo
     async def forget(shard: DataShard) -> tuple[()]:
         return ()
 
+    monkeypatch.setattr("laminar.simulator.breaking.DEADLINE_S", 300.0)
     monkeypatch.setattr(DataShard, "leases", forget)
     monkeypatch.setattr("laminar.scheduling.fleet_orphans.orphan_all_of", lambda draft, replica: None)
     monkeypatch.setattr("laminar.scheduling.fleet_lives.orphan_all_of", lambda draft, replica: None)
