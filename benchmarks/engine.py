@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from laminar.engines.benchmark import machine_limits
 from laminar.engines.decoder_shape import DecoderShape, read_shape
-from laminar.engines.projection import Projection
 from laminar.engines.protocol import Request
 from laminar.engines.rules import TorchEngineRules
 from laminar.engines.torch_engine import TorchEngine
@@ -224,15 +224,9 @@ def compare(model: LlamaForCausalLM, folder: Path, case: Case) -> dict[str, obje
     return results
 
 
-def machine_limits() -> tuple[float, float]:
-    """Bytes per second of reading memory, and FLOP/s of a large float32 GEMM in the faster of torch's two libraries."""
-    large, square = torch.ones(64 << 20), torch.randn(1024, 1024)
-    read_s = min(cpu_seconds(large.sum) for _ in range(5))
-    projection = Projection(1024, [1024], bias=False, dtype=torch.float32, device=torch.device("cpu"))
-    projection.load_weights([square])
-    gemms = (lambda: square @ square, lambda: projection(square))
-    gemm_s = min(cpu_seconds(gemm) for _ in range(5) for gemm in gemms)
-    return large.nbytes / read_s, 2 * 1024**3 / gemm_s
+def limits() -> tuple[float, float]:
+    """Bytes per second of reading memory, and FLOP/s of a large float32 GEMM, of one thread."""
+    return machine_limits(torch.device("cpu"), torch.float32, cpu_seconds)
 
 
 def decode_cost(shape: DecoderShape, batch: int, context: int) -> tuple[float, float]:
@@ -247,7 +241,7 @@ def decode_cost(shape: DecoderShape, batch: int, context: int) -> tuple[float, f
 
 def decode_fractions(model: LlamaForCausalLM, folder: Path, case: Case, batches: list[int]) -> list[dict[str, object]]:
     """The best iteration at each batch size, as shares of memory bandwidth, of GEMM rate, and of the tighter bound."""
-    bandwidth, gemm_rate = machine_limits()
+    bandwidth, gemm_rate = limits()
     runner = TorchRunner(folder, engine_rules(max(batches), case.prompt_tokens + case.decode_steps, quantum_s=0.0))
     runner.load_weights(1, model.state_dict())
     row = prompts(case, model.config.vocab_size)[0]
@@ -296,7 +290,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=sorted(CASES), default=sorted(CASES))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    bandwidth, gemm_rate = machine_limits()
+    bandwidth, gemm_rate = limits()
     cases, batches = (QUICK, [1, 8]) if options.quick else (CASES, [1, 8, 32, 128, 256])
     result = {
         "benchmark": "engine",

@@ -4,7 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +14,11 @@ from laminar.data.partial_pool import PartialPool
 from laminar.data.shard import DataShard
 from laminar.scheduling import repack
 from laminar.scheduling.repack import Move, RepackCandidate, RepackRules
+from laminar.schema.errors import RunFailed
 from laminar.simulator.breaking import Outcome, break_one, small_world, world_of_seed
 from laminar.simulator.relays import MachineRelay, Relays
+from laminar.simulator.running import simulate
+from laminar.simulator.world import World
 
 PER_MINUTE = 20.0
 
@@ -38,7 +41,51 @@ def test_faults_of_every_kind_are_drawn():
     for seed in range(5):
         _, log = break_one(small_world("laminar", seed), 90.0)
         kinds |= {line.split(b'"what":"')[1].split(b'"')[0] for line in log.splitlines() if b'"kind":"fault"' in line}
-    assert len(kinds) == 12, kinds
+    assert len(kinds) == 16, kinds
+
+
+def test_a_manager_that_is_lost_takes_up_the_fleet_that_it_finds():
+    """Replicas go on meanwhile; the manager that follows starts none of them again, and repacks as the first did."""
+    config = small_world("laminar", seed=1)
+
+    async def lose(world: World) -> None:
+        await asyncio.sleep(8.0)
+        await world.manager_lost()
+
+    run = simulate(config, keep_all_events=True, trouble=lose)
+    events = run.recorder.events
+    back_s = next(e["t"] for e in events if e["kind"] == "service_started" and e["service"] == "manager")
+    assert [e for e in events if e["kind"] == "replica_lost"] == []
+    assert len([e for e in events if e["kind"] == "replica_started"]) == config.num_replicas
+    assert any(e["kind"] == "repack" and e["t"] > back_s for e in events)
+    assert run.measures.num_steps == config.work.num_steps
+    assert run.measures.num_dropped == 0
+
+
+def test_a_replica_that_ends_while_there_is_no_manager_is_replaced_by_another():
+    config = small_world("laminar", seed=1)
+
+    async def lose_both(world: World) -> None:
+        await asyncio.sleep(8.0)
+        first = world.lives["replica-0"]
+        world.end_life(first, "killed")
+        await world.manager_lost()
+
+    run = simulate(config, keep_all_events=True, trouble=lose_both)
+    began = [e["replica_id"] for e in run.recorder.events if e["kind"] == "replica_started"]
+    assert len(began) == config.num_replicas + 1
+    assert run.measures.num_steps == config.work.num_steps
+
+
+def test_a_run_whose_engines_fail_at_every_start_ends_with_one_sentence():
+    config = small_world("laminar", seed=1)
+
+    async def break_all(world: World) -> None:
+        world.broken_replicas |= {f"replica-{number}" for number in range(100)}
+
+    manager = config.manager.model_copy(update={"max_restarts": 1})
+    with pytest.raises(RunFailed, match="replicas left: 0"):
+        simulate(config.model_copy(update={"manager": manager}), trouble=break_all)
 
 
 def test_equal_seeds_give_equal_logs_and_other_seeds_others():
@@ -70,8 +117,12 @@ def test_another_process_gives_the_same_log():
 # ---- planted bugs: the one place where our own code is replaced, to see whether that is noticed
 
 
-def found(per_minute: float, seeds: Sequence[int] = range(0, 20, 5)) -> list[str]:
-    return [outcome.violation for outcome in outcomes(seeds, per_minute) if outcome.violation]
+def found(per_minute: float, seeds: Sequence[int] = range(0, 20, 5)) -> Iterator[str]:
+    """Violations, one world after the other for as long as somebody asks."""
+    for seed in seeds:
+        (outcome,) = outcomes([seed], per_minute)
+        if outcome.violation:
+            yield outcome.violation
 
 
 def test_the_checker_finds_a_dropped_fence(monkeypatch: pytest.MonkeyPatch):
@@ -86,6 +137,7 @@ def test_the_checker_finds_a_lease_that_is_never_returned(monkeypatch: pytest.Mo
     async def forget(shard: DataShard) -> tuple[()]:
         return ()
 
+    monkeypatch.setattr("laminar.simulator.breaking.DEADLINE_S", 300.0)
     monkeypatch.setattr(DataShard, "leases", forget)
     monkeypatch.setattr("laminar.scheduling.fleet_orphans.orphan_all_of", lambda draft, replica: None)
     monkeypatch.setattr("laminar.scheduling.fleet_lives.orphan_all_of", lambda draft, replica: None)

@@ -72,6 +72,21 @@ def test_a_step_begins_only_when_the_one_before_is_generated(schedule: ScheduleN
             num_finished += 1
 
 
+def test_stream_is_as_fast_as_one_step_where_generation_takes_longer_and_faster_where_training_does():
+    def measured(schedule: ScheduleName, learner_s: float) -> tuple[float, float]:
+        config = small_world(schedule, seed=1)
+        emulation = config.emulation.model_copy(update={"learner_fixed_s": learner_s})
+        work = config.work.model_copy(update={"warmup_steps": 4, "num_steps": 12})
+        run = simulate(config.model_copy(update={"emulation": emulation, "work": work}))
+        return run.measures.tokens_per_s, run.measures.simulated_s
+
+    one_step, one_step_s = measured("one_step", 1.0)
+    stream, stream_s = measured("stream", 1.0)
+    assert stream == pytest.approx(one_step, rel=1e-9), "a step begins when the one before is generated, in both"
+    assert stream_s < one_step_s, "but the last step is trained sooner after it was generated"
+    assert measured("stream", 5.0)[0] > 1.02 * measured("one_step", 5.0)[0]
+
+
 def test_partial_interrupts_answers_and_refills_replicas():
     run = run_of("partial")
     finished = events(run, "batch_done")

@@ -58,9 +58,7 @@ def test_at_the_largest_scales_the_schedules_stand_in_the_published_order():
             for row in ROWS["11"]
             if row["model"] == model and row["gpus"] == scales[-1] and row["floor"] == paper.has_floor(row["schedule"])
         }
-        # One-step and stream are published within 2 % of each other, and simulated so, too.
-        assert speed["sync"] < 1.001 * speed["one_step"], (model, speed)
-        assert speed["one_step"] <= 1.01 * speed["stream"], (model, speed)
+        assert speed["sync"] < speed["one_step"] <= speed["stream"], (model, speed)
         assert speed["stream"] < speed["partial"] < speed["laminar"], (model, speed)
 
 

@@ -5,6 +5,7 @@ After every event the invariants of `scheduling.fleet` are checked; at the end, 
 orphan may be left.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
@@ -56,6 +57,10 @@ ACTIONS = (
 """`work`, by far the most frequent in a real run, weighs enough here for histories to be about a running cluster."""
 
 
+def encoded(fleet: Fleet) -> bytes:
+    return msgspec.msgpack.encode(fleet, enc_hook=dict)
+
+
 @dataclass
 class Process:
     """One life of a replica, as it really is."""
@@ -103,9 +108,9 @@ class Cluster:
     num_give_ups: int = 0
 
     def tell(self, event: Event) -> None:
-        before, frozen = self.fleet, msgspec.msgpack.encode(self.fleet)
+        before, frozen = self.fleet, encoded(self.fleet)
         self.fleet, commands = step(before, event, self.now_s, RULES)
-        assert msgspec.msgpack.encode(before) == frozen, "a step changed its input"
+        assert encoded(before) == frozen, "a step changed its input"
         for command in commands:
             self.obey(command, before)
         self.check(before)
@@ -165,7 +170,9 @@ class Cluster:
             died = earlier.is_live and (later.incarnation > earlier.incarnation or not later.is_live)
             if died and earlier.load is not None and earlier.load.lease_id is not None:
                 assert earlier.load.lease_id in fleet.orphans, "a batch has died with its replica"
-        held = {r.load.version for r in fleet.replicas.values() if r.is_live and r.load and r.load.lease_id}
+        runs = Counter(r.load.version for r in fleet.replicas.values() if r.is_live and r.load and r.load.lease_id)
+        held = {version for version in runs if version is not None}
+        assert fleet.num_holders == {version: runs[version] for version in held}
         assert held | {orphan.version for orphan in fleet.orphans.values()} <= set(fleet.pinned)
         assert fleet.pinned == self.pinned
         assert self.num_give_ups == int(fleet.gave_up)

@@ -132,6 +132,22 @@ def bench_recovery(
     benching.recovery(recipe, overrides or [], repeats=repeats, as_json=as_json)
 
 
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[
+        Path | None, typer.Argument(help="Folder with a config.json; default: a model of fifty million weights.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    out: Annotated[Path | None, typer.Option(help="Settings file to write for `laminar simulate`.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value instead of lines.")] = False,
+) -> None:
+    """Measure memory, products and decode steps: the simulator's preset "this machine"."""
+    from laminar.cli import benching
+
+    benching.engine(model, device=device, dtype=dtype, out=out, as_json=as_json)
+
+
 relay_app = typer.Typer(help="Weights in host memory.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(relay_app, name="relay")
 

@@ -9,7 +9,7 @@ from laminar.config.base import Section
 from laminar.config.run_config import ManagerConfig, RepackConfig
 from laminar.schema.schedule import ScheduleName
 
-HardwareName = Literal["H800", "H100", "H200", "A100-80G", "RTX 4090"]
+HardwareName = Literal["H800", "H100", "H200", "A100-80G", "RTX 4090", "this machine"]
 ModelName = Literal["7B", "32B", "72B"]
 
 
@@ -67,13 +67,26 @@ class WorkConfig(Section):
     """First iterations that no average counts."""
 
 
+class MachineConfig(Section):
+    """An accelerator that was measured; `laminar bench engine --out FILE` writes these numbers."""
+
+    flops_per_s: PositiveFloat
+    """Rate of large products."""
+    bandwidth_bytes_per_s: PositiveFloat
+    """Rate of reading its memory."""
+    memory_bytes: PositiveInt
+    """Size of its memory."""
+
+
 class ClusterConfig(Section):
     """What the work runs on."""
 
     model: ModelName = "7B"
     """Size of the model (Qwen2.5)."""
     hardware: HardwareName = "H800"
-    """Accelerator of the replicas."""
+    """Accelerator of the replicas, by its data sheet."""
+    machine: MachineConfig | None = None
+    """With `hardware: this machine`: what was measured."""
     train_gpus: PositiveInt = 40
     """Accelerators of the learner."""
     rollout_gpus: PositiveInt = 24
@@ -91,7 +104,18 @@ class ClusterConfig(Section):
     trainer_restart_s: NonNegativeFloat = 60.0
     """and a lost trainer."""
     data_restart_s: NonNegativeFloat = 5.0
-    """A lost data service is back after so long."""
+    """A lost data service is back after so long,"""
+    manager_restart_s: NonNegativeFloat = 5.0
+    """and a lost manager."""
+
+    @model_validator(mode="after")
+    def _measured_numbers_go_with_this_machine(self) -> "ClusterConfig":
+        if (self.hardware == "this machine") != (self.machine is not None):
+            raise ValueError(
+                "hardware: this machine and machine go together; laminar bench engine --out FILE measures and writes "
+                "them"
+            )
+        return self
 
 
 class EmulationConfig(Section):

@@ -72,6 +72,12 @@ class TorchRunner:
     def load(self) -> EngineLoad:
         return self._book.load()
 
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor that `load_weights` needs, by name."""
+        return {
+            name: shape for part in self._model.parts() for name, shape in zip(part.names, part.shapes, strict=True)
+        }
+
     @torch.inference_mode()
     def load_weights(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Replace all weights in place and wipe the KV memory."""

@@ -46,6 +46,7 @@ from laminar.scheduling.fleet_state import (
     StartOver,
     Tick,
 )
+from laminar.scheduling.table import Table
 from laminar.schema.fleet import ReplicaLoad
 
 __all__ = [
@@ -93,7 +94,7 @@ def new_fleet(now_s: float, survivors: Mapping[str, int] | None = None, over: Ma
         for lives, status in known
         for replica_id, incarnation in lives.items()
     }
-    return Fleet(awake_since_s=now_s, last_tick_s=now_s, replicas=replicas)
+    return Fleet(awake_since_s=now_s, last_tick_s=now_s, replicas=Table(replicas))
 
 
 def step(fleet: Fleet, event: Event, now_s: float, rules: FleetRules) -> tuple[Fleet, tuple[Command, ...]]:

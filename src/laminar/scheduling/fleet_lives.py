@@ -16,7 +16,6 @@ from laminar.scheduling.fleet_state import (
     ReplicaStatus,
     Retire,
     Start,
-    held_version,
 )
 from laminar.schema.fleet import ReplicaLoad
 
@@ -44,17 +43,17 @@ def heard(draft: Draft, load: ReplicaLoad) -> None:
         replica = _survivor(draft, load.replica_id, load.incarnation)
     is_up = replica.status != "starting" or load.phase != "starting"
     status: ReplicaStatus = "healthy" if is_up else "starting"
-    draft.replicas[replica.replica_id] = Replica(
-        replica_id=replica.replica_id,
-        incarnation=replica.incarnation,
-        status=status,
-        since_s=replica.since_s if status == replica.status else draft.now_s,
-        last_beat_s=draft.now_s,
-        load=load,
-        failures=0 if _has_recovered(draft, replica, load) else replica.failures,
+    draft.put(
+        Replica(
+            replica_id=replica.replica_id,
+            incarnation=replica.incarnation,
+            status=status,
+            since_s=replica.since_s if status == replica.status else draft.now_s,
+            last_beat_s=draft.now_s,
+            load=load,
+            failures=0 if _has_recovered(draft, replica, load) else replica.failures,
+        )
     )
-    if held_version(load) != held_version(replica.load):
-        draft.pins_may_change = True
 
 
 def _has_recovered(draft: Draft, replica: Replica, load: ReplicaLoad) -> bool:
@@ -110,7 +109,7 @@ def _check_silence(draft: Draft, replica: Replica) -> None:
     if silent_s >= draft.rules.dead_after_s:
         end_life(draft, replica, f"no heartbeat for {silent_s:.1f} s")
     elif silent_s >= draft.rules.suspect_after_s and replica.status == "healthy":
-        draft.replicas[replica.replica_id] = replace(replica, status="suspect", since_s=draft.now_s)
+        draft.put(replace(replica, status="suspect", since_s=draft.now_s))
 
 
 def lost(draft: Draft, replica_id: str, incarnation: int, reason: str) -> None:
@@ -138,7 +137,7 @@ def end_life(draft: Draft, replica: Replica, reason: str) -> None:
         failures=failures,
         restart_at_s=draft.now_s + min(wait_s, draft.rules.max_backoff_s),
     )
-    draft.replicas[replica.replica_id] = buried
+    draft.put(buried)
     if failures == 1:
         _start(draft, buried)
 
@@ -146,20 +145,22 @@ def end_life(draft: Draft, replica: Replica, reason: str) -> None:
 def _start(draft: Draft, replica: Replica) -> None:
     incarnation = replica.incarnation + 1
     draft.commands.append(Start(replica_id=replica.replica_id, incarnation=incarnation))
-    draft.replicas[replica.replica_id] = Replica(
-        replica_id=replica.replica_id,
-        incarnation=incarnation,
-        status="starting",
-        since_s=draft.now_s,
-        last_beat_s=draft.now_s,
-        failures=replica.failures,
+    draft.put(
+        Replica(
+            replica_id=replica.replica_id,
+            incarnation=incarnation,
+            status="starting",
+            since_s=draft.now_s,
+            last_beat_s=draft.now_s,
+            failures=replica.failures,
+        )
     )
 
 
 def retire(draft: Draft, replica: Replica, reason: str) -> None:
     """Give a replica up, and the run with it if too few are left."""
     draft.commands.append(Retire(replica_id=replica.replica_id, reason=reason))
-    draft.replicas[replica.replica_id] = replace(replica, status="retired", since_s=draft.now_s, load=None)
+    draft.put(replace(replica, status="retired", since_s=draft.now_s, load=None))
     num_left = len(_kept(draft))
     if num_left < draft.rules.min_replicas and not draft.gave_up:
         draft.gave_up = True

@@ -46,7 +46,7 @@ def released(draft: Draft, lease_id: str, version: int, destination: str | None)
         load = replace(
             source.load, phase="loading", lease_id=None, num_running=0, num_waiting=0, num_acting=0, kv_used_tokens=0
         )
-        draft.replicas[source.replica_id] = replace(source, load=load)
+        draft.put(replace(source, load=load))
     orphan_lease(draft, lease_id, version, "released", preferred=destination)
 
 
@@ -58,7 +58,7 @@ def adopted(draft: Draft, replica_id: str, lease_id: str) -> None:
     load = adopter.load if adopter is not None and adopter.is_live else None
     if orphan is not None and adopter is not None and load is not None and load.lease_id is None:
         load = replace(load, phase="generating", version=orphan.version, lease_id=lease_id)
-        draft.replicas[replica_id] = replace(adopter, load=load)
+        draft.put(replace(adopter, load=load))
     settle(draft, lease_id)
 
 
@@ -69,7 +69,7 @@ def adopt_failed(draft: Draft, replica_id: str, lease_id: str, *, lacks_weights:
     if orphan is None or orphan.adopter != replica_id:
         return
     _reopen(draft, orphan)
-    if lacks_weights and not any(held_version(r.load) == orphan.version for r in draft.replicas.values() if r.is_live):
+    if lacks_weights and orphan.version not in draft.num_holders:
         _start_over(draft, orphan)
 
 
@@ -161,17 +161,12 @@ def assign(draft: Draft, among: Iterable[Replica] | None = None) -> None:
     if not waiting:
         return
     adopting = Counter(orphan.adopter for orphan in draft.orphans.values() if orphan.adopter is not None)
-    of_version: dict[int, list[ReplicaLoad]] = {}
-    free: list[ReplicaLoad] = []
-    for replica in draft.replicas.values() if among is None else among:
-        load = replica.load
-        if replica.status != "healthy" or load is None:
-            continue
-        if load.lease_id is None:
-            if load.phase in ("idle", "loading") and not adopting[load.replica_id]:
-                free.append(load)
-        elif load.phase == "generating" and load.version is not None:
-            of_version.setdefault(load.version, []).append(load)
+    if among is None:
+        # A repack releases many at once, so look at all replicas only for those that its plan does not help.
+        waiting = [orphan for orphan in waiting if not _assign_as_planned(draft, orphan, adopting)]
+        if not waiting:
+            return
+    of_version, free = _able_to_adopt(draft.replicas.values() if among is None else among, adopting)
     served = [orphan for orphan in waiting if free or orphan.version in of_version]
     for orphan in sorted(served, key=lambda o: o.since_s):
         adopter = _best(draft, orphan, of_version.get(orphan.version, []), adopting)
@@ -182,6 +177,36 @@ def assign(draft: Draft, among: Iterable[Replica] | None = None) -> None:
             free.remove(adopter)
         adopting[adopter.replica_id] += 1
         _order(draft, orphan, adopter)
+
+
+def _assign_as_planned(draft: Draft, orphan: Orphan, adopting: Counter[str]) -> bool:
+    """Order the destination that a repack planned, if it generates under the same version and may be asked."""
+    planned = draft.replicas.get(orphan.preferred) if orphan.preferred is not None else None
+    of_version, _ = _able_to_adopt([planned] if planned is not None else [], adopting)
+    adopter = _best(draft, orphan, of_version.get(orphan.version, []), adopting)
+    if adopter is not None:
+        adopting[adopter.replica_id] += 1
+        _order(draft, orphan, adopter)
+    return adopter is not None
+
+
+def _able_to_adopt(
+    replicas: Iterable[Replica], adopting: Counter[str]
+) -> tuple[dict[int, list[ReplicaLoad]], list[ReplicaLoad]]:
+    """Loads of the healthy ones that generate, by version, and of those that are between batches and to adopt nothing
+    yet."""
+    of_version: dict[int, list[ReplicaLoad]] = {}
+    free: list[ReplicaLoad] = []
+    for replica in replicas:
+        load = replica.load
+        if replica.status != "healthy" or load is None:
+            continue
+        if load.lease_id is None:
+            if load.phase in ("idle", "loading") and not adopting[load.replica_id]:
+                free.append(load)
+        elif load.phase == "generating" and load.version is not None:
+            of_version.setdefault(load.version, []).append(load)
+    return of_version, free
 
 
 def _best(draft: Draft, orphan: Orphan, loads: list[ReplicaLoad], adopting: Counter[str]) -> ReplicaLoad | None:

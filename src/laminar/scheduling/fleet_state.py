@@ -3,10 +3,12 @@
 `scheduling.fleet` documents the machine as a whole and is where to import from.
 """
 
+from collections import Counter
 from typing import Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
+from laminar.scheduling.table import Table
 from laminar.schema.fleet import Lease, ReplicaLoad
 
 ReplicaStatus = Literal["starting", "healthy", "suspect", "dead", "retired"]
@@ -76,13 +78,15 @@ class Fleet(Struct, frozen=True, kw_only=True):
     """All that the manager knows. The maps are never changed in place.
 
     While it is `settling`, the manager has started or been asleep so recently that silence means nothing yet. `late`
-    holds leases whose live owner does not report them, each with the time when that was first seen.
+    holds leases whose live owner does not report them, each with the time when that was first seen. `num_holders` says
+    under which versions live replicas run batches, and how many under each.
     """
 
     awake_since_s: float
     last_tick_s: float
     settling: bool = True
-    replicas: dict[str, Replica] = {}
+    replicas: Table[Replica] = field(default_factory=Table)
+    num_holders: dict[int, int] = {}
     orphans: dict[str, Orphan] = {}
     late: dict[str, float] = {}
     leased_versions: tuple[int, ...] = ()
@@ -214,7 +218,8 @@ class Draft:
         self.before = fleet
         self.now_s = now_s
         self.rules = rules
-        self.replicas = dict(fleet.replicas)
+        self.replicas = fleet.replicas
+        self.num_holders = fleet.num_holders
         self.orphans = dict(fleet.orphans)
         self.late = fleet.late
         self.leased_versions = fleet.leased_versions
@@ -227,6 +232,17 @@ class Draft:
         self.pins_may_change = False
         self.commands: list[Command] = []
 
+    def put(self, replica: Replica) -> None:
+        """What is known of a replica from now on."""
+        before, now = _version_run_by(self.replicas.get(replica.replica_id)), _version_run_by(replica)
+        if before != now:
+            counts = Counter(self.num_holders)
+            counts.update([now] if now is not None else [])
+            counts.subtract([before] if before is not None else [])
+            self.num_holders = dict(+counts)
+            self.pins_may_change = True
+        self.replicas = self.replicas.with_entry(replica.replica_id, replica)
+
     def finish(self) -> tuple[Fleet, tuple[Command, ...]]:
         """The new state and the orders, with a `Pin` if other versions than before are needed now."""
         pinned = self._versions_in_use() if self.pins_may_change else self.before.pinned
@@ -237,6 +253,7 @@ class Draft:
             last_tick_s=self.last_tick_s,
             settling=self.settling,
             replicas=self.replicas,
+            num_holders=self.num_holders,
             orphans=self.orphans,
             late=self.late,
             leased_versions=self.leased_versions,
@@ -248,14 +265,17 @@ class Draft:
         return fleet, tuple(self.commands)
 
     def _versions_in_use(self) -> tuple[int, ...]:
-        held = {held_version(replica.load) for replica in self.replicas.values() if replica.is_live}
         orphaned = {orphan.version for orphan in self.orphans.values()}
-        return tuple(sorted({version for version in held if version is not None} | orphaned | {*self.leased_versions}))
+        return tuple(sorted({*self.num_holders} | orphaned | {*self.leased_versions}))
 
 
 def held_version(load: ReplicaLoad | None) -> int | None:
     """The version under which a replica runs a batch, None between batches."""
     return load.version if load is not None and load.lease_id is not None else None
+
+
+def _version_run_by(replica: Replica | None) -> int | None:
+    return held_version(replica.load) if replica is not None and replica.is_live else None
 
 
 def owner_of(lease_id: str) -> tuple[str, int]:

@@ -155,6 +155,7 @@ def small_world(schedule: ScheduleName, seed: int) -> SimulationConfig:
             relay_restart_s=1.0,
             trainer_restart_s=2.0,
             data_restart_s=1.0,
+            manager_restart_s=1.0,
         ),
         emulation=EmulationConfig(
             latency_factor=3.0,

@@ -11,8 +11,11 @@ from typing import Any
 
 from msgspec import Struct
 
-from laminar.simulator.lines import CALL_S
+from laminar.simulator.lines import CALL_S, Host
 from laminar.simulator.world import Life, World
+
+SLOWER = 20.0
+"""A slow link's transfer takes so many times as long."""
 
 
 class FaultRules(Struct, frozen=True, kw_only=True):
@@ -58,8 +61,12 @@ class Trouble:
             "kill_master_relay": self._kill_master_relay,
             "kill_trainer": self._kill_trainer,
             "kill_data": self._kill_data,
-            "freeze_data": self._freeze_data,
+            "kill_manager": self._world.manager_lost,
+            "freeze_relay": self._freeze_relay,
+            "freeze_trainer": lambda: self._freeze(self._world.trainer_host),
+            "freeze_data": lambda: self._freeze(self._world.data_host),
             "cut_line": self._cut_line,
+            "slow_links": self._slow_links,
             "storm": self._storm,
             "broken_engine": self._broken_engine,
         }
@@ -95,9 +102,7 @@ class Trouble:
 
     async def _freeze_replica(self) -> None:
         if (life := self._some_life()) is not None:
-            life.host.freeze()
-            await self._pass()
-            life.host.thaw()
+            await self._freeze(life.host)
 
     async def _freeze_machine(self) -> None:
         machine = self._some_machine()
@@ -123,12 +128,20 @@ class Trouble:
     async def _kill_data(self) -> None:
         await self._world.data_lost(self._rng.randint(0, self._world.journal.num_pending))
 
-    async def _freeze_data(self) -> None:
-        host = self._world.data_host
+    async def _freeze_relay(self) -> None:
+        await self._freeze(self._world.relays.machines[self._some_machine()].host)
+
+    async def _freeze(self, host: Host | None) -> None:
         if host is not None:
             host.freeze()
             await self._pass()
             host.thaw()
+
+    async def _slow_links(self) -> None:
+        """Weights take longer than an iteration, so several versions are under way at once."""
+        self._world.relays.slowness *= SLOWER
+        await self._pass()
+        self._world.relays.slowness /= SLOWER
 
     async def _cut_line(self) -> None:
         life = self._some_life()

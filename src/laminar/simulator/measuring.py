@@ -1,6 +1,7 @@
 """What a simulated run achieved, from its events and its journal.
 
-All averages are over the time from the end of the warm-up to the end of the last step.
+All averages are over the time from the end of the warm-up to the end of the last step. A step ends with its training,
+or, where steps are generated one by one and training waits for them, with its last answer.
 """
 
 from collections import Counter
@@ -11,7 +12,11 @@ from msgspec import Struct
 
 from laminar.config.simulation import SimulationConfig
 from laminar.data.journal import MemoryJournal
+from laminar.scheduling.schedules import schedule_named
 from laminar.simulator.recorder import Event, Recorder
+
+WAITING = 0.01
+"""With a larger share of its time spent waiting, the trainer is not what takes longest."""
 
 
 class Measures(Struct, frozen=True, kw_only=True):
@@ -54,9 +59,12 @@ class Measures(Struct, frozen=True, kw_only=True):
 def measure(config: SimulationConfig, recorder: Recorder, journal: MemoryJournal) -> Measures:
     """Measure a finished run."""
     steps = [event for event in recorder.events if event["kind"] == "step"]
-    begin_s = steps[config.work.warmup_steps - 1]["t"] if config.work.warmup_steps else 0.0
-    end_s = steps[-1]["t"]
     counted = steps[config.work.warmup_steps :]
+    ends_s = [step["t"] for step in steps]
+    if schedule_named(config.schedule, config.max_lag).waits_for_all and _trainer_waits(counted):
+        ends_s = _generated_s(journal, config.work.groups_per_step)[: len(steps)]
+    begin_s = ends_s[config.work.warmup_steps - 1] if config.work.warmup_steps else 0.0
+    end_s = ends_s[-1]
     events = [event for event in recorder.events if begin_s <= event["t"] <= end_s]
     seconds = end_s - begin_s
     answers = _of(events, "trajectory")
@@ -66,7 +74,7 @@ def measure(config: SimulationConfig, recorder: Recorder, journal: MemoryJournal
     staleness = Counter(int(answer["staleness"]) for answer in answers)
     return Measures(
         num_steps=len(steps),
-        simulated_s=end_s,
+        simulated_s=steps[-1]["t"],
         tokens_per_s=sum(step["tokens"] for step in counted) / seconds,
         generated_per_s=sum(answer["tokens"] for answer in answers) / seconds,
         iteration_s=seconds / len(counted),
@@ -86,6 +94,27 @@ def measure(config: SimulationConfig, recorder: Recorder, journal: MemoryJournal
         num_dropped=_num_dropped(journal),
         pull_mean_s=_mean([pull["seconds"] for pull in _of(events, "pulled")]),
     )
+
+
+def _trainer_waits(steps: Sequence[Event]) -> bool:
+    waited_s: float = sum(step["wait_s"] for step in steps)
+    busy_s: float = sum(step["train_s"] + step["publish_s"] for step in steps)
+    return waited_s > WAITING * (waited_s + busy_s)
+
+
+def _generated_s(journal: MemoryJournal, groups_per_step: int) -> list[float]:
+    """When the last answer of each step was there.
+
+    If generation is what takes longest, a schedule repeats itself from one of these moments to the next. Training ends
+    a mini-batch to a whole step later, by how long the last answers are, and over three steps that is more than what
+    two such schedules differ by.
+    """
+    with journal.rows() as rows:
+        completed_s = {row.completed: row.completed_s for row in rows.groups()}
+    ends_s: list[float] = []
+    while (end_s := completed_s.get(groups_per_step * (len(ends_s) + 1))) is not None:
+        ends_s.append(end_s)
+    return ends_s
 
 
 def _of(events: Sequence[Event], kind: str) -> list[Event]:

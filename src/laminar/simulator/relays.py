@@ -69,6 +69,7 @@ class MachineRelay:
     @contextlib.asynccontextmanager
     async def lease(self, version: int | None = None) -> AsyncIterator[Weights]:
         """Keep a version while an engine reads it."""
+        await self.host.awake()
         if self.host.is_over:
             raise PeerLost(f"{self.host.name} is gone")
         lease = self.store.lease(HOLDER, version)
@@ -139,6 +140,8 @@ class Relays:
         self._links = links
         self._keep_versions = keep_versions
         self._pins: tuple[int, ...] = ()
+        self.slowness = 1.0
+        """All transfers that begin now take so many times as long."""
         self._relays = {machine: self._new(machine) for machine in machines}
         self._group: asyncio.TaskGroup | None = None
 
@@ -161,11 +164,11 @@ class Relays:
         """Copy the weights to the first relay; the others get them down the chain while the learner goes on."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        await asyncio.sleep(self._manifest.total_bytes / self._links.learner_to_relay_bytes_per_s)
+        await asyncio.sleep(self._transfer_s(self._links.learner_to_relay_bytes_per_s))
         chain = self._alive()
         assert self._group is not None, "publish works while run does"
         for relay, arrival_s in zip(chain, self.arrival_s(len(chain)), strict=True):
-            self._group.create_task(self._deliver(relay, version, arrival_s))
+            self._group.create_task(self._deliver(relay, version, self.slowness * arrival_s))
         await asyncio.sleep(0)  # the master, which has it already, shows it before anybody is told
         return loop.time() - began_s
 
@@ -177,7 +180,7 @@ class Relays:
 
     async def pull(self) -> None:
         """Bring a version from the relay into the engine of a replica on its machine."""
-        await asyncio.sleep(self._manifest.total_bytes / self._links.relay_to_engine_bytes_per_s)
+        await asyncio.sleep(self._transfer_s(self._links.relay_to_engine_bytes_per_s))
 
     def arrival_s(self, num_relays: int) -> list[float]:
         """Seconds from the master's having a version to each relay's, in chain order."""
@@ -200,7 +203,10 @@ class Relays:
         relay = self._relays[machine] = self._new(machine)
         relay.store.pin(self._pins)
         if newest is not None:
-            await self._deliver(relay, newest, self._manifest.total_bytes / self._links.chain_bytes_per_s)
+            await self._deliver(relay, newest, self._transfer_s(self._links.chain_bytes_per_s))
+
+    def _transfer_s(self, bytes_per_s: float) -> float:
+        return self.slowness * self._manifest.total_bytes / bytes_per_s
 
     def _alive(self) -> list[MachineRelay]:
         """In chain order; raises `PeerLost` if there is none."""
@@ -220,5 +226,6 @@ class Relays:
         relay.arrives_s.setdefault(version, asyncio.get_running_loop().time() + after_s)
         if after_s:
             await asyncio.sleep(after_s)
+        await relay.host.awake()
         if not relay.host.is_over:
             relay.complete(reservation)

@@ -4,10 +4,7 @@ A row's `paper_...` value is read off the figure; `fitted` says whether a consta
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from statistics import fmean
 from typing import Any, Final
 
@@ -16,6 +13,7 @@ from laminar.config.simulation import ModelName, SimulationConfig
 from laminar.engines.calibration import calibration
 from laminar.schema.schedule import ScheduleName
 from laminar.simulator import clock, paper
+from laminar.simulator.parallel import in_parallel
 from laminar.simulator.relays import Relays
 from laminar.simulator.running import Run, simulate
 from laminar.simulator.world import World
@@ -34,7 +32,9 @@ REPACK_STEPS = (8, 3)
 MODELS: Final[tuple[ModelName, ...]] = ("7B", "32B", "72B")
 
 
-def figure_11(models: Sequence[ModelName] = MODELS, schedules: Sequence[ScheduleName] = ()) -> list[Row]:
+def figure_11(
+    models: Sequence[ModelName] = MODELS, schedules: Sequence[ScheduleName] = (), only_gpus: Sequence[int] | None = None
+) -> list[Row]:
     """Throughput of all systems at all scales; baselines with and without the unexplained step floor.
 
     Without it 32B and 72B are simulated at their largest scales only.
@@ -43,11 +43,12 @@ def figure_11(models: Sequence[ModelName] = MODELS, schedules: Sequence[Schedule
         (model, gpus, schedule, floor, False)
         for model in models
         for gpus in paper.SCALES[model]
+        if only_gpus is None or gpus in only_gpus
         for schedule in schedules or tuple(paper.SYSTEMS)
         for floor in ((True, False) if paper.has_floor(schedule) else (False,))
         if floor or not paper.has_floor(schedule) or model == "7B" or gpus == paper.SCALES[model][-1]
     ]
-    return _in_parallel(_throughput_row, jobs)
+    return in_parallel(_throughput_row, jobs)
 
 
 def figure_12(schedules: Sequence[ScheduleName] = ()) -> list[Row]:
@@ -57,7 +58,7 @@ def figure_12(schedules: Sequence[ScheduleName] = ()) -> list[Row]:
         for gpus in paper.SCALES["7B"]
         for schedule in schedules or ("sync", "one_step", "stream", "laminar")
     ]
-    return _in_parallel(_throughput_row, jobs)
+    return in_parallel(_throughput_row, jobs)
 
 
 def _throughput_row(job: tuple[ModelName, int, ScheduleName, bool, bool]) -> Row:
@@ -84,7 +85,7 @@ def figure_10() -> list[Row]:
     The paper bounds nothing and never lets a replica idle, which is the unbounded buffer.
     """
     jobs = [(gpus, batch, bounded) for gpus in (64, 256) for batch in (512, 1024) for bounded in (True, False)]
-    return _in_parallel(_staleness_row, jobs)
+    return in_parallel(_staleness_row, jobs)
 
 
 def _staleness_row(job: tuple[int, int, bool]) -> Row:
@@ -118,7 +119,7 @@ def repack_config(*, repack: bool, batch_trajectories: int = 1024) -> Simulation
 
 def table_1() -> list[Row]:
     """Repack on and off."""
-    return _in_parallel(_repack_row, [True, False])
+    return in_parallel(_repack_row, [True, False])
 
 
 PAPER_TABLE_1: Final = {
@@ -143,7 +144,7 @@ def _repack_row(repack: bool) -> Row:
 
 def figure_16() -> list[Row]:
     """Generation over time with and without repack, in means of 600 s."""
-    curves = _in_parallel(_generation_curve, [True, False])
+    curves = in_parallel(_generation_curve, [True, False])
     published = paper.figures()["fig16_gen_mean_per_600s"]
     return [
         {
@@ -308,12 +309,3 @@ FIGURES: Final[dict[str, Callable[..., list[Row]]]] = {
     "table1": table_1,
 }
 """By the names that `laminar simulate paper --figure` takes."""
-
-
-def _in_parallel(make_row: Callable[[Any], Any], jobs: Sequence[Any]) -> list[Any]:
-    """One fresh process per job, as many at a time as there are cores; results in the order of the jobs."""
-    workers = min(len(jobs), os.cpu_count() or 1)
-    if workers == 1:
-        return [make_row(job) for job in jobs]
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        return list(pool.map(make_row, jobs))

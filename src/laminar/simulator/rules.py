@@ -57,6 +57,9 @@ def schedule_of(config: SimulationConfig) -> Schedule:
 
 def hardware_of(config: SimulationConfig) -> Hardware:
     """The replicas' accelerator."""
+    measured = config.cluster.machine
+    if measured is not None:
+        return Hardware(**measured.model_dump())
     return HARDWARE[config.cluster.hardware]
 
 

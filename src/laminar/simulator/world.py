@@ -16,11 +16,12 @@ from laminar.data.journal import MemoryJournal
 from laminar.data.shard import DataShard
 from laminar.engines.calibration import calibration
 from laminar.engines.emulated_engine import EmulatedEngine
+from laminar.insisting import insist
 from laminar.manager.manager import Manager
-from laminar.manager.orders import GiveUpOrder, KillOrder, StartOrder
+from laminar.manager.orders import GiveUpOrder, KillOrder, Order, StartOrder
 from laminar.rollout.episodes import Episodes
 from laminar.rollout.replica import Replica
-from laminar.schema.errors import PortError, RunFailed
+from laminar.schema.errors import PeerLost, PortError, RunFailed
 from laminar.schema.fleet import KnownFleet
 from laminar.simulator import rules
 from laminar.simulator.hosted_engine import HostedEngine
@@ -37,6 +38,9 @@ ORDERS_WAIT_S = 10.0
 
 KILL_S = 0.2
 """From the order to end a process until it is gone."""
+
+RETRY_S = 0.2
+"""Pause before a manager that restarts is asked for orders again."""
 
 KEEP_VERSIONS = 2
 """Newest versions that a relay keeps; those in use are kept besides."""
@@ -88,20 +92,12 @@ class World:
         async with asyncio.TaskGroup() as self._group:
             endless = [self._group.create_task(self.relays.run())]
             self.start_data()
-            self.manager_host = Host("manager")
-            self._manager = Manager(
-                rules.manager_rules(self.config),
-                fleet=KnownFleet(num_replicas=self.config.num_replicas),
-                replicas=self,
-                data=self.line(self._data, "data"),
-                relay=self.relays,
-                events=self.recorder.source("manager"),
-            )
-            endless += [self._group.create_task(self._manager.run()), self._group.create_task(self._obey_for_ever())]
-            await asyncio.sleep(0)
+            await self._start_manager()
+            endless.append(self._group.create_task(self._obey_for_ever()))
             try:
                 yield self
             finally:
+                self.manager_host.end()
                 for task in endless:
                     task.cancel()
                 for life in self._ever_lived:
@@ -173,6 +169,33 @@ class World:
         self.start_data()
         self.events.emit("service_started", service="data")
 
+    async def _start_manager(self) -> None:
+        """A life of the manager, which is told what runs."""
+        host = Host("manager")
+        running = {life.replica_id: life.incarnation for life in self.lives.values() if not life.host.is_over}
+        over = {name: life.incarnation for name, life in self.lives.items() if name not in running}
+        manager = Manager(
+            rules.manager_rules(self.config),
+            fleet=KnownFleet(num_replicas=self.config.num_replicas, running=running, over=over),
+            replicas=self,
+            data=self.line(self._data, "data", host),
+            relay=self.relays,
+            events=self.recorder.source("manager"),
+        )
+        host.spawn(manager.run(), self._group)
+        await asyncio.sleep(0)
+        self.manager_host, self._manager = host, manager
+
+    async def manager_lost(self) -> None:
+        """The manager is gone with all that it knew, and with orders that nobody has taken."""
+        if self.manager_host.is_over:
+            return
+        self.manager_host.end()
+        self.events.emit("service_lost", service="manager", reason="killed")
+        await asyncio.sleep(self.config.cluster.manager_restart_s)
+        await self._start_manager()
+        self.events.emit("service_started", service="manager")
+
     def trainer_lost(self) -> None:
         """The trainer is gone; `train` begins it anew."""
         if self.trainer_host is not None:
@@ -198,8 +221,12 @@ class World:
         self._group.create_task(self._tell_lost(life, reason))
 
     async def _tell_lost(self, life: Life, reason: str) -> None:
-        await asyncio.sleep(self.weather.delay_s())
-        await self._manager.lost(life.replica_id, life.incarnation, reason)
+        await insist(
+            lambda: self.line(self._find_manager, "manager").lost(life.replica_id, life.incarnation, reason),
+            on="reach the manager",
+            deadline_s=rules.DEADLINE_S,
+            who="the launcher",
+        )
 
     async def machine_lost(self, machine: str) -> None:
         """A machine with all that runs on it is gone; another one takes its place after a while."""
@@ -232,19 +259,28 @@ class World:
         waits for:  orders  <- the manager decides something; ends: cancelled with the world
         """
         while True:
-            for order in await self._manager.orders(ORDERS_WAIT_S):
-                match order:
-                    case StartOrder(replica_id=replica_id, incarnation=incarnation):
-                        life = Life(replica_id, incarnation, self.machine_of(replica_id))
-                        self.lives[replica_id] = life
-                        self._ever_lived.append(life)
-                        life.host.spawn(self._live(life), self._group)
-                    case KillOrder(replica_id=replica_id, incarnation=incarnation):
-                        known = self.lives.get(replica_id)
-                        if known is not None and known.incarnation == incarnation:
-                            known.host.spawn(self._kill(known), self._group)
-                    case GiveUpOrder(reason=reason):
-                        raise RunFailed(reason)
+            manager = self._manager
+            try:
+                orders = await self.manager_host.serve(lambda: manager.orders(ORDERS_WAIT_S))  # noqa: B023
+            except PeerLost:
+                await asyncio.sleep(RETRY_S)
+                continue
+            for order in orders:
+                self._obey(order)
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case StartOrder(replica_id=replica_id, incarnation=incarnation):
+                life = Life(replica_id, incarnation, self.machine_of(replica_id))
+                self.lives[replica_id] = life
+                self._ever_lived.append(life)
+                life.host.spawn(self._live(life), self._group)
+            case KillOrder(replica_id=replica_id, incarnation=incarnation):
+                known = self.lives.get(replica_id)
+                if known is not None and known.incarnation == incarnation:
+                    known.host.spawn(self._kill(known), self._group)
+            case GiveUpOrder(reason=reason):
+                raise RunFailed(reason)
 
     async def _kill(self, life: Life) -> None:
         """A process that hangs, or whose machine is cut off, is gone only a while after it was given up."""
@@ -298,4 +334,5 @@ class World:
         return None if host is None or host.is_over else (host, self.shard)
 
     def _find_manager(self) -> tuple[Host, Any] | None:
-        return self.manager_host, self._manager
+        host = self.manager_host
+        return None if host.is_over else (host, self._manager)
