@@ -58,8 +58,8 @@ async def test_memory_and_descriptors_stay_flat(path: Path) -> None:
             relay_after = pipe.recv()
             status = await reader.status()
     assert status.num_slots == kit.KEEP_VERSIONS + 1
-    assert ours_after[0] == ours_before[0]
-    assert relay_after[0] == relay_before[0]
+    assert ours_after[0] <= ours_before[0]
+    assert relay_after[0] <= relay_before[0]
     assert ours_after[1] < ours_before[1] + (4 << 20)
     assert relay_after[1] < relay_before[1] + (2 << 20)
 
