@@ -102,7 +102,7 @@ async def test_descriptors_that_nobody_takes_are_closed() -> None:
     os.close(fd)
     sender.close()
     receiver.close()
-    assert len(os.listdir("/proc/self/fd")) == num_before - 2
+    assert len(os.listdir("/proc/self/fd")) <= num_before - 2
 
 
 async def test_a_relay_takes_no_descriptors() -> None:
@@ -111,7 +111,7 @@ async def test_a_relay_takes_no_descriptors() -> None:
     num_before = len(os.listdir("/proc/self/fd"))
     await sender.send(b"x", [0, 1, 2])
     assert await receiver.receive() == b"x"
-    assert len(os.listdir("/proc/self/fd")) == num_before
+    assert len(os.listdir("/proc/self/fd")) <= num_before
     sender.close()
     receiver.close()
 

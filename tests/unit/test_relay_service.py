@@ -483,4 +483,4 @@ async def test_everything_is_closed_at_the_end(path: Path) -> None:
             async with reader.lease() as held:
                 assert held.version == version
         del held
-    assert len(os.listdir("/proc/self/fd")) == num_before
+    assert len(os.listdir("/proc/self/fd")) <= num_before
