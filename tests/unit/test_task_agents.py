@@ -13,6 +13,7 @@ import pytest
 
 from laminar.schema.trajectories import Scored
 from laminar.tasks.agents import ENDPOINT, AgentEnvironment, AgentTask
+from laminar.tasks.chat_endpoint import Call, Refused
 from laminar.tasks.environments import InlineEnvironments
 from laminar.tasks.protocol import Environment, EpisodeFailed, Message, Problem, Reply, Split, Turn
 
@@ -225,6 +226,15 @@ async def test_the_end_of_the_episode_ends_an_agent_that_waits_for_the_model():
         await one.act(Turn("look"))
     assert await asyncio.to_thread(task.ended.wait, 10)
     assert task.refusals == ["410: this conversation is over"]
+
+
+def test_a_call_that_arrives_after_the_end_is_refused():
+    one = AgentEnvironment(Thermometer(), PROBLEM)
+    asyncio.run(one.close())
+    call = Call([QUESTION])
+    one.hear(call)
+    with pytest.raises(Refused, match="this conversation is over"):
+        call.wait()
 
 
 class Fails(AgentTask):

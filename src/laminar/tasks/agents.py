@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from laminar.schema.trajectories import Grade
-from laminar.tasks.chat_endpoint import Call, ChatEndpoint
+from laminar.tasks.chat_endpoint import OVER, Call, ChatEndpoint
 from laminar.tasks.protocol import Environment, Message, Problem, Reply, Split, Turn
 
 ENDPOINT: Final = ChatEndpoint()
@@ -66,6 +66,7 @@ class AgentEnvironment:
         self._answered: tuple[list[Message], Turn] | None = None
         self._playing: asyncio.Future[Any] | None = None
         self._base_url = ""
+        self._is_closed = False
 
     async def act(self, turn: Turn) -> Reply:
         """Answer the agent's call with the model's turn; what it adds in its next call is the reply."""
@@ -88,20 +89,29 @@ class AgentEnvironment:
         self._expected = call.messages
         return Reply(messages=tuple(added))
 
+    def hear(self, call: Call) -> None:
+        """A call of the agent; one that was on its way when the episode ended is refused, or it would wait for ever."""
+        if self._is_closed:
+            call.refuse(OVER, 410)
+        else:
+            self._calls.put_nowait(call)
+
     async def close(self) -> None:
         """Nobody waits for the agent any more: a call under way is refused, so that it comes to its end."""
-        ENDPOINT.close(self._base_url)
+        self._is_closed = True
+        if self._base_url:
+            ENDPOINT.close(self._base_url)
         pending = [self._call] if self._call is not None else []
         while not self._calls.empty():
             pending.append(self._calls.get_nowait())
         for call in pending:
-            call.refuse("this conversation is over", 410)
+            call.refuse(OVER, 410)
         if self._playing is not None:
             self._playing.cancel()
 
     def _start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._base_url = ENDPOINT.open(lambda call: loop.call_soon_threadsafe(self._calls.put_nowait, call))
+        self._base_url = ENDPOINT.open(lambda call: loop.call_soon_threadsafe(self.hear, call))
         if inspect.iscoroutinefunction(self._task.play):
             self._playing = asyncio.ensure_future(self._task.play(self._problem, self._base_url))
         else:

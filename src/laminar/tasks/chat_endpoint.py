@@ -22,6 +22,8 @@ HOST: Final = "127.0.0.1"
 MAX_BODY_BYTES: Final = 16 << 20
 """A conversation in text; a longer one would not fit any model's context."""
 
+OVER: Final = "this conversation is over"
+
 UNDERSTOOD: Final = frozenset({"model", "messages", "n", "stream", "user", "metadata", "store"})
 """Fields of a request that we take; `n` only as 1, `stream` only as false."""
 
@@ -117,7 +119,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if rest != "v1/chat/completions":
             raise Refused("only POST {base_url}/chat/completions is served here", 404)
         if key not in self.server.listeners:
-            raise Refused("this conversation is over", 410)
+            raise Refused(OVER, 410)
         return self.server.listeners[key]
 
     def _body(self) -> dict[str, Any]:
