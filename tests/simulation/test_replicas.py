@@ -21,6 +21,9 @@ from laminar.simulator import clock
 from laminar.tasks.protocol import Problem, Reply
 from laminar.telemetry.vocabulary import to_facts
 
+STEPS_AHEAD = 4
+"""So many steps' groups may be complete or under way, see `World`."""
+
 
 def played(settings: Settings, trouble: Any = None) -> World:
     """A whole run, with something happening to it meanwhile."""
@@ -188,6 +191,27 @@ def test_a_data_shard_that_cannot_be_reached_for_a_while_costs_no_token() -> Non
 
     world = played(Settings(), cut)
     check_everything_was_trained_once(world)
+    assert world.current("replica-0") == world.current("replica-1") == 1
+
+
+def test_replicas_go_on_under_the_weights_that_they_have_while_the_relay_is_away() -> None:
+    newest_before = 0
+
+    async def cut(world: World) -> None:
+        nonlocal newest_before
+        await world.until(lambda: world.version >= 1)
+        newest_before = world.version
+        for life in world.lives.values():
+            life.lines["relay"].is_cut = True
+        await world.until(lambda: world.version >= newest_before + STEPS_AHEAD + 2, within_s=50.0)
+        for life in world.lives.values():
+            life.lines["relay"].is_cut = False
+
+    world = played(Settings(num_steps=16), cut)
+    check_everything_was_trained_once(world)
+    check_answers_are_what_one_version_gives(world)
+    versions = [event["version"] for event in world.facts("pulled")]
+    assert max(versions) > newest_before, "nobody took new weights when the relay was back"
     assert world.current("replica-0") == world.current("replica-1") == 1
 
 

@@ -6,7 +6,7 @@ samples and publishes; no Ray but `World` itself, which starts and ends lives of
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from laminar.data.audit import AuditReport, audit_rows
 from laminar.data.journal import MemoryJournal
 from laminar.data.ports import DataRules
 from laminar.data.shard import DataShard
-from laminar.engines.protocol import Request
+from laminar.engines.protocol import Request, Weights
 from laminar.engines.scripted_engine import ScriptedEngine, ScriptedEngineRules
 from laminar.manager.manager import Manager, ManagerRules
 from laminar.manager.orders import KillOrder, StartOrder
@@ -57,6 +57,17 @@ class Line:
             return await getattr(service, method)(*args, **kwargs)
 
         return call
+
+
+class RelayLine(Line):
+    """A relay that cannot be reached while the line is cut."""
+
+    @contextlib.asynccontextmanager
+    async def lease(self, version: int | None = None) -> AsyncIterator[Weights]:
+        if self.is_cut:
+            raise PeerLost(f"{self._name} cannot be reached")
+        async with self._find().lease(version) as weights:
+            yield weights
 
 
 class Words:
@@ -259,7 +270,11 @@ class World:
         engine = ScriptedEngine(
             ScriptedEngineRules(max_running=64, kv_capacity_tokens=8192, token_s=0.01, vocab=VOCAB), lengths=s.lengths
         )
-        lines = {"data": Line(lambda: self.shard, "data"), "manager": Line(lambda: self.manager, "manager")}
+        lines = {
+            "data": Line(lambda: self.shard, "data"),
+            "manager": Line(lambda: self.manager, "manager"),
+            "relay": RelayLine(lambda: self.link, "relay"),
+        }
         replica = Replica(
             ReplicaRules(
                 replica_id=replica_id,
@@ -281,7 +296,7 @@ class World:
                 environments=InlineEnvironments(s.environments, s.act_timeout_s) if s.environments else None,
                 waits=Waits(f"{replica_id}/{incarnation}", self.events),
             ),
-            weights=self.link,
+            weights=lines["relay"],  # type: ignore[arg-type]
             data=lines["data"],  # type: ignore[arg-type]
             manager=lines["manager"],  # type: ignore[arg-type]
             events=self.events,

@@ -29,6 +29,9 @@ INTERRUPT_WAIT_S = 60.0
 RETRY_S = 0.1
 """Pause before a relay that restarts is asked again."""
 
+LOOK_S = 0.25
+"""A relay that lives says within milliseconds what it holds; a replica that has weights waits no longer for one."""
+
 ClaimedBatch = tuple[str, Batch]
 """A lease and what is in it."""
 
@@ -213,6 +216,21 @@ class Replica:
         return order
 
     async def _load_newest(self) -> None:
+        """The newest version; while the relay is away or empty, what is loaded will do. Raises `DeadlinePassed`."""
+        if self._version is not None and await self._newest() is not None:
+            await self._load(None)
+        if self._version is None:
+            await self._load_first()
+
+    async def _newest(self) -> int | None:
+        """None also if the relay is lost."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                return await self._weights.newest()
+        except (PeerLost, DeadlinePassed, TimeoutError):
+            return None
+
+    async def _load_first(self) -> None:
         """Raises `DeadlinePassed`.
 
         waits for:  the relay to hold a version, also while it restarts
@@ -240,9 +258,11 @@ class Replica:
         """Swap in a version (None: the newest); False if the relay does not hold it, or was lost on the way."""
         loop = asyncio.get_running_loop()
         started_s = loop.time()
+        is_new = False
         try:
             async with self._weights.lease(version) as weights:
-                if weights.version != self._version:
+                is_new = weights.version != self._version
+                if is_new:
                     self._phase = "loading"
                     await self._engine.load_weights(weights.version, weights.tensors)
                     self._version = weights.version
@@ -252,7 +272,8 @@ class Replica:
         except WeightsUnavailable:
             return False
         except (PeerLost, DeadlinePassed):
-            self._version = None  # the copy may be torn, so it is made again whatever version comes next
+            if is_new:
+                self._version = None  # the copy may be torn, so it is made again whatever version comes next
             return False
         return True
 

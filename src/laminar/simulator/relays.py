@@ -58,8 +58,9 @@ class MachineRelay:
         self._changed = asyncio.Event()
 
     async def newest(self) -> int | None:
-        """Newest complete version."""
-        return self.store.newest()
+        """Newest complete version, None before the first."""
+        newest: int | None = await self.host.serve(self._newest)
+        return newest
 
     async def wait_newer(self, than: int | None, wait_s: float) -> int | None:
         """Newest complete version as soon as it is newer than `than`, or what there is after `wait_s`."""
@@ -94,6 +95,9 @@ class MachineRelay:
         self.store.finish(reservation, checksum=reservation.version, now_s=now_s)
         self._changed.set()
         self._changed = asyncio.Event()
+
+    async def _newest(self) -> int | None:
+        return self.store.newest()
 
     async def _wait_newer(self, than: int | None, wait_s: float) -> int | None:
         with contextlib.suppress(TimeoutError):
