@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from laminar.chaos.faults import Fault, FaultKind, RandomFaults, inject
 from laminar.chaos.processes import Process, live_processes
-from laminar.chaos.recovery import recovery
+from laminar.chaos.recovery import recovery, step_spans, touching
 from laminar.telemetry.vocabulary import Fact, to_facts
 
 
@@ -171,3 +171,11 @@ def test_without_further_events_nothing_is_claimed():
         Process(name="relay", incarnation=1, pid=1), 10.0, facts((9.0, "service_lost", service("relay", 1)))
     )
     assert (told.detected_s, told.started_s, told.working_s) == (None, None, None)
+
+
+def test_the_steps_of_an_outage_are_those_that_it_touches():
+    steps = step_spans(facts(*[(t, "step", {"step": int(t), **STEP}) for t in (1.0, 2.0, 5.0, 6.0)]))
+    assert steps == [(1.0, 2.0), (2.0, 5.0), (5.0, 6.0)]
+    assert touching(steps, (2.5, 3.0)) == [(2.0, 5.0)]
+    assert touching(steps, (1.5, 5.5)) == steps
+    assert touching(steps, (6.0, 9.0)) == []

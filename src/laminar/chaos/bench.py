@@ -21,6 +21,7 @@ from typing import Any, Final
 import psutil
 
 from laminar.chaos.faults import Fault, FaultKind
+from laminar.chaos.recovery import Span, step_spans, touching
 from laminar.chaos.session import ChaosSession, Story
 from laminar.schema.errors import RunFailed
 from laminar.telemetry.files import EVENTS
@@ -49,7 +50,7 @@ def bench_recovery(recipe: Path, overrides: Sequence[str], repeats: int, say: Ca
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
         "load": round(os.getloadavg()[0], 1),
         "setting": {"recipe": str(recipe), "overrides": list(overrides), "repeats": repeats},
-        "faults": faults,
+        **faults,
         "whole_job": resumes,
     }
 
@@ -57,7 +58,7 @@ def bench_recovery(recipe: Path, overrides: Sequence[str], repeats: int, say: Ca
 def measure_faults(
     run: Path, recipe: Path, overrides: Sequence[str], repeats: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Every fault `repeats` times in one run, in turns."""
+    """Every fault `repeats` times in one run, in turns; and how long a step takes when nothing is wrong."""
     stories: dict[str, list[Story]] = defaultdict(list)
     steps = (f"trainer.num_steps={ENDLESS}", "manager.max_restarts=1000")
     with _job(run, "train", str(recipe), *overrides, *steps, "--out", str(run)) as process:
@@ -71,7 +72,12 @@ def measure_faults(
                 name = f"{template.target} {template.kind}"
                 stories[name].append(story)
                 say(f"{name}: noticed {story.recovery.detected_s:.2f} s, works again {story.recovery.working_s:.2f} s")
-    return {name: _medians(told) for name, told in stories.items()}
+        _wait_for_step(run, process, after=_last_step(session))
+        spans = step_spans(session.facts)
+    outages = [_outage(story) for told in stories.values() for story in told]
+    quiet = [span for span in spans if not any(touching([span], outage) for outage in outages)]
+    medians = {name: _medians(told, spans) for name, told in stories.items()}
+    return {"faults": medians, "undisturbed_step_s": _median(_seconds(quiet))}
 
 
 def measure_resumes(
@@ -91,10 +97,26 @@ def measure_resumes(
     return {"first_step_after_resume_s": round(statistics.median(seconds), 3)}
 
 
-def _medians(stories: Sequence[Story]) -> dict[str, float]:
-    """Of the times in seconds, and of the steps that the trainer made meanwhile."""
+def _medians(stories: Sequence[Story], steps: Sequence[Span]) -> dict[str, float]:
+    """Of the times in seconds, of the steps that the trainer made meanwhile, and of the longest one of each outage."""
     names = ("detected_s", "started_s", "working_s", "steps_meanwhile", "trajectories_adopted", "tokens_kept")
-    return {name: round(statistics.median(getattr(story.recovery, name) for story in stories), 3) for name in names}
+    medians = {name: _median([getattr(story.recovery, name) for story in stories]) for name in names}
+    longest = [max(_seconds(touching(steps, _outage(story)))) for story in stories]
+    return {**medians, "longest_step_s": _median(longest)}
+
+
+def _outage(story: Story) -> Span:
+    """From the fault until the victim worked again."""
+    assert story.recovery.working_s is not None, "a story ends when the victim works again"
+    return story.at, story.at + story.recovery.working_s
+
+
+def _seconds(spans: Sequence[Span]) -> list[float]:
+    return [end - begin for begin, end in spans]
+
+
+def _median(values: Sequence[float]) -> float:
+    return round(statistics.median(values), 3)
 
 
 def _aimed(template: Fault, session: ChaosSession) -> Fault:

@@ -6,6 +6,7 @@ answers.
 """
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from msgspec import Struct
 
@@ -65,6 +66,20 @@ def recovery(victim: Process, at: float, facts: Iterable[Fact]) -> Recovery:
             case Step() if told.working_s is None:
                 told.steps_meanwhile += 1
     return told
+
+
+Span = tuple[float, float]
+"""Begin and end in wall time."""
+
+
+def step_spans(facts: Iterable[Fact]) -> list[Span]:
+    """From the end of one training step to that of the next."""
+    return list(pairwise(fact.t for fact in facts if isinstance(fact, Step)))
+
+
+def touching(spans: Iterable[Span], outage: Span) -> list[Span]:
+    """Those that an outage overlaps. The trainer goes on during an outage if they are about as long as others."""
+    return [(begin, end) for begin, end in spans if begin < outage[1] and end > outage[0]]
 
 
 def _is_loss(fact: Fact, victim: Process) -> bool:

@@ -32,7 +32,9 @@ def recovery(recipe: Path, overrides: Sequence[str], *, repeats: int, as_json: b
         return
     for name, medians in result["faults"].items():
         told = f"noticed after {medians['detected_s']:.2f} s, works again after {medians['working_s']:.2f} s"
-        _say(sys.stdout, f"{name:<16} {told}, {medians['steps_meanwhile']:.0f} steps meanwhile")
+        step = f"the longest step meanwhile took {medians['longest_step_s']:.1f} s"
+        _say(sys.stdout, f"{name:<16} {told}; {step}")
+    _say(sys.stdout, f"{'undisturbed':<16} a step takes {result['undisturbed_step_s']:.1f} s")
     resumed_s = result["whole_job"]["first_step_after_resume_s"]
     _say(sys.stdout, f"{'whole job':<16} a step {resumed_s:.1f} s after its resume began")
 

@@ -22,7 +22,7 @@ from laminar.trainer.ports import BufferPort, CheckpointStore, Learner, ManagerP
 SAMPLE_SLICE_S = 1.0
 """One call to the buffer waits at most so long; then the trainer looks whether the relay still has its weights."""
 
-RELAY_PROBE_S = 1.0
+RELAY_PROBE_S = 0.25
 """A relay that lives answers within milliseconds, so training waits no longer for one that does not."""
 
 Answer = TypeVar("Answer")
