@@ -63,7 +63,7 @@ def write(rows: dict[str, Any]) -> None:
     ROWS.write_text("{\n" + ",\n".join(figure_text(name, rows[name]) for name in rows) + "\n}\n", encoding="utf-8")
     if "11" in rows:
         (DOCS / "reproduction.md").write_text(page(rows), encoding="utf-8")
-    for name in set(rows) & {"15", "16", "table1"}:
+    for name in set(rows) & {"9", "12", "15", "16", "table1"}:
         plot_rows(name, rows[name], FOLDER)
     for model in dict.fromkeys(row["model"] for row in rows.get("11", ())):
         mine = [row for row in rows["11"] if row["model"] == model]

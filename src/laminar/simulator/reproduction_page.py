@@ -57,6 +57,7 @@ def page(rows: Rows) -> str:
     sections = (
         ("10", _staleness),
         ("table1", _repack),
+        ("9", _one_batch),
         ("16", _generation),
         ("15", _machine_kill),
         ("14", _weights),
@@ -194,6 +195,26 @@ def _repack(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
+def _one_batch(rows: Sequence[Row]) -> str:
+    """Every third window of 20 s, so a row a minute."""
+    names = ("num_running", "num_waiting", "kv_percent", "paper_num_left", "paper_num_waiting", "paper_kv_percent")
+    peaks = [max(row[name] or 0.0 for row in rows) for name in ("kv_percent", "paper_kv_percent")]
+    return "\n".join(
+        [
+            "## KV use of one batch (Fig. 9): 512 trajectories on a replica of 32B, no repack",
+            "",
+            _row(["second", "running", "waiting", "KV %", "published left", "published waiting", "published KV %"]),
+            _rule(7),
+            *(_row([row["second"], *(_or_dash(row[name]) for name in names)]) for row in rows[::3]),
+            "",
+            f"The cache fills to {peaks[0]:.0f} % (published {peaks[1]:.0f} %), then empties while the longest answers "
+            "go on alone: the tail that a repack moves.",
+            "",
+            "![one batch](reproduction/figure-9.png)",
+        ]
+    )
+
+
 def _generation(rows: Sequence[Row]) -> str:
     return "\n".join(
         [
@@ -215,6 +236,8 @@ def _generation(rows: Sequence[Row]) -> str:
                 )
                 for row in rows
             ),
+            "",
+            "![generation over time](reproduction/figure-16.png)",
         ]
     )
 
@@ -270,6 +293,8 @@ def _tools(rows: Sequence[Row]) -> str:
             "How often an answer calls the sandbox is not published (1 to 8 calls, equally likely, here), and "
             "the learner's "
             "fixed time per iteration is that of the math task: an illustration, not a reproduction.",
+            "",
+            "![tool calling](reproduction/figure-12.png)",
         ]
     )
 
