@@ -72,3 +72,10 @@ def test_staleness_is_as_published_where_nothing_is_bounded():
     row = next(r for r in ROWS["10"] if (r["gpus"], r["batch_trajectories"], r["bounded"]) == (64, 1024, False))
     assert abs(row["staleness_mean"] - 1.17) <= 0.3
     assert row["staleness_max"] <= 4
+
+
+def test_one_batch_only_empties():
+    left = [row["num_running"] + row["num_waiting"] for row in ROWS["9"]]
+    assert left == sorted(left, reverse=True)
+    assert left[0] > 500
+    assert left[-1] < 5

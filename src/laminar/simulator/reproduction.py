@@ -14,6 +14,7 @@ from laminar.engines.calibration import calibration
 from laminar.schema.schedule import ScheduleName
 from laminar.simulator import clock, paper
 from laminar.simulator.parallel import in_parallel
+from laminar.simulator.recorder import Event
 from laminar.simulator.relays import Relays
 from laminar.simulator.running import Run, simulate
 from laminar.simulator.world import World
@@ -28,6 +29,9 @@ FAULT_S = 1_500.0
 
 REPACK_STEPS = (8, 3)
 """Iterations and warm-up of the runs at 32B on 128 GPUs: as long as the paper's Fig. 16."""
+
+BATCH_WINDOW_S: Final = 20
+"""Of Fig. 9."""
 
 MODELS: Final[tuple[ModelName, ...]] = ("7B", "32B", "72B")
 
@@ -181,25 +185,39 @@ def figure_9() -> list[Row]:
     work = config.work.model_copy(update={"groups_per_step": 128, "mini_batches": 4, "num_steps": 1, "warmup_steps": 0})
     cluster = config.cluster.model_copy(update={"rollout_gpus": 16, "start_s": 0.0})
     run = simulate(config.model_copy(update={"work": work, "cluster": cluster, "max_groups_ahead": 128}))
-    loads = [event for event in run.recorder.events if event["kind"] == "load"]
+    loads = _of_first_batches([event for event in run.recorder.events if event["kind"] == "load"])
     published = {int(row[0]): row for row in paper.figures()["fig9"]}
     rows = []
-    for second in range(0, int(run.measures.simulated_s), 20):
-        window = [load for load in loads if second <= load["t"] < second + 20]
+    for second in range(0, int(run.measures.simulated_s), BATCH_WINDOW_S):
+        window = [load for load in loads if second <= load["t"] < second + BATCH_WINDOW_S]
+        if not any(load["num_running"] + load["num_waiting"] for load in window):
+            break
         paper_row = published.get(second + 30)
-        if window:
-            rows.append(
-                {
-                    "second": second,
-                    "num_running": round(fmean(load["num_running"] for load in window), 1),
-                    "num_waiting": round(fmean(load["num_waiting"] for load in window), 1),
-                    "kv_percent": round(100 * fmean(load["kv_fraction"] for load in window), 1),
-                    "paper_num_left": paper_row[1] if paper_row else None,
-                    "paper_num_waiting": paper_row[2] if paper_row else None,
-                    "paper_kv_percent": paper_row[3] if paper_row else None,
-                }
-            )
+        rows.append(
+            {
+                "second": second,
+                "num_running": round(fmean(load["num_running"] for load in window), 1),
+                "num_waiting": round(fmean(load["num_waiting"] for load in window), 1),
+                "kv_percent": round(100 * fmean(load["kv_fraction"] for load in window), 1),
+                "paper_num_left": paper_row[1] if paper_row else None,
+                "paper_num_waiting": paper_row[2] if paper_row else None,
+                "paper_kv_percent": paper_row[3] if paper_row else None,
+            }
+        )
     return rows
+
+
+def _of_first_batches(loads: Sequence[Event]) -> list[Event]:
+    """Loads of the first batch of each replica; after its end the replica counts as empty, whatever it does then."""
+    first: dict[str, str] = {}
+    told = []
+    for load in loads:
+        if load["lease_id"] is not None:
+            first.setdefault(load["replica_id"], load["lease_id"])
+        if load["replica_id"] in first:
+            is_first = load["lease_id"] == first[load["replica_id"]]
+            told.append(load if is_first else {**load, "num_running": 0, "num_waiting": 0, "kv_fraction": 0.0})
+    return told
 
 
 def figure_14() -> list[Row]:
