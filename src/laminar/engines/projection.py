@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from laminar.engines import onednn
+
 CACHED_BYTES = 1 << 20
 """CPU matrices up to this size stay in L2: there the fixed cost of a oneDNN call counts (about 10 us)."""
 
@@ -29,7 +31,7 @@ class Projection:
         total = sum(num_outputs)
         self._weight_NK = torch.zeros(total, num_inputs, dtype=dtype, device=device)
         self._bias_N = torch.zeros(total, dtype=dtype, device=device) if bias else None
-        self._packs = device.type == "cpu" and dtype == torch.float32 and _has_onednn()
+        self._packs = device.type == "cpu" and dtype == torch.float32 and onednn.is_available()
         self._few_KN = self._weight_NK.t() if self._packs and self._weight_NK.nbytes <= CACHED_BYTES else None
 
     @property
@@ -53,7 +55,7 @@ class Projection:
             _copy(weights, self._weight_NK)
             return
         fused_NK = torch.cat([weight.float() for weight in weights])
-        self._weight_NK = torch.ops.mkldnn._reorder_linear_weight(fused_NK)
+        self._weight_NK = onednn.pack(fused_NK)
         if self._few_KN is not None:
             self._few_KN = fused_NK.t().contiguous()
 
@@ -65,7 +67,7 @@ class Projection:
     def __call__(self, x_RK: Tensor, onto_RN: Tensor | None = None) -> Tensor:
         """The product [R, N], added to `onto_RN` if given."""
         if self._packs and (self._few_KN is None or len(x_RK) > FEW_ROWS):
-            return _packed_linear(x_RK, self._weight_NK, self._bias_N, onto_RN)
+            return onednn.product(x_RK, self._weight_NK, self._bias_N, onto_RN)
         weight_KN = self._weight_NK.t() if self._few_KN is None else self._few_KN
         if self._bias_N is not None:
             onto_RN = self._bias_N if onto_RN is None else onto_RN + self._bias_N
@@ -75,20 +77,6 @@ class Projection:
 def _copy(sources: Sequence[Tensor], fused: Tensor) -> None:
     for source, target in zip(sources, torch.split(fused, [len(source) for source in sources]), strict=True):
         target.copy_(source)
-
-
-def _has_onednn() -> bool:
-    return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-
-def _packed_linear(x_RK: Tensor, packed: Tensor, bias_N: Tensor | None, onto_RN: Tensor | None) -> Tensor:
-    linear = torch.ops.mkldnn._linear_pointwise
-    result: Tensor = (
-        linear(x_RK, packed, bias_N, "none", [], "")
-        if onto_RN is None
-        else linear.binary(x_RK, onto_RN, packed, bias_N, "add")
-    )
-    return result
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from laminar.schema.errors import UserError
+from laminar.trainer.linear import use_fast_linear
 from laminar.trainer.packed_attention import PACKED_ATTENTION, gather
 from laminar.trainer.packing import Pack, pack
 from laminar.trainer.sequences import TrainSequence
@@ -79,6 +80,7 @@ def load_language_model(path: Path | str, device: torch.device | str) -> PreTrai
     except (OSError, ValueError) as error:
         raise UserError(f"model.path {path} is not a language model in Hugging Face format: {error}") from error
     nn.Module.to(model, torch.device(device))
+    use_fast_linear(model)
     check_packed_forward(model)
     return model
 
