@@ -1,6 +1,6 @@
 """Simulate the published evaluation and write docs/reproduction.md with its pictures.
 
-    python benchmarks/reproduction.py                    everything; half an hour on two cores
+    python benchmarks/reproduction.py                    everything; an hour on two cores
     python benchmarks/reproduction.py --figures 10 15    only these anew, the rest from docs/reproduction/rows.json
     python benchmarks/reproduction.py --figures 11 --models 72B --schedules stream    only these bars of Fig. 11
     python benchmarks/reproduction.py --figures          only the page and the pictures anew

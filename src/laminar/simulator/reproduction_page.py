@@ -286,13 +286,16 @@ def _tools(rows: Sequence[Row]) -> str:
     for row in rows:
         published = "suspect" if row["schedule"] == "laminar" else _thousands(row["paper_tokens_per_s"])
         lines.append(_row([row["gpus"], row["schedule"], _thousands(row["tokens_per_s"]), published]))
+    baselines = [row for row in rows if row["schedule"] != "laminar"]
+    shares, waits = ([row[name] for row in baselines] for name in ("ratio", "trainer_wait_fraction"))
     return "\n".join(
         [
             *lines,
             "",
-            "How often an answer calls the sandbox is not published (1 to 8 calls, equally likely, here), and "
-            "the learner's "
-            "fixed time per iteration is that of the math task: an illustration, not a reproduction.",
+            "How often an answer calls the sandbox is not published (1 to 8 calls, equally likely, here), and the "
+            "learner's fixed time per iteration is that of the math task: an illustration, not a reproduction.",
+            f"Simulated baselines reach {min(shares):.0%} to {max(shares):.0%} of the published ones; their trainer waits "
+            f"{min(waits):.0%} to {max(waits):.0%} of the time for the longest episodes of a step.",
             "",
             "![tool calling](reproduction/figure-12.png)",
         ]
