@@ -294,8 +294,8 @@ def _tools(rows: Sequence[Row]) -> str:
             "",
             "How often an answer calls the sandbox is not published (1 to 8 calls, equally likely, here), and the "
             "learner's fixed time per iteration is that of the math task: an illustration, not a reproduction.",
-            f"Simulated baselines reach {min(shares):.0%} to {max(shares):.0%} of the published ones; their trainer waits "
-            f"{min(waits):.0%} to {max(waits):.0%} of the time for the longest episodes of a step.",
+            f"Simulated baselines reach {min(shares):.0%} to {max(shares):.0%} of the published ones; their trainer "
+            f"waits {min(waits):.0%} to {max(waits):.0%} of the time for the longest episodes of a step.",
             "",
             "![tool calling](reproduction/figure-12.png)",
         ]
