@@ -265,6 +265,32 @@ async def test_floats_are_cast_on_the_way_and_everything_else_is_kept(open_link:
                 assert same_bytes(weights.tensors[name], tensor), name
 
 
+async def test_whatever_happens_to_tensors_between_versions_the_next_one_has_them_as_they_are(
+    open_link: OpenLink,
+) -> None:
+    tensors = {"a": torch.randn(8, 8), "b": torch.randn(5)}
+    square = tensors["a"]
+    changes = [
+        lambda: square.normal_(),
+        lambda: tensors.update(a=square.t()),
+        lambda: tensors.update(a=torch.randn(8, 8)),
+        lambda: tensors.update(b=torch.randn(9)),
+        lambda: tensors.update(a=tensors["a"][:3]),
+        lambda: tensors.update(b=tensors["b"].view(torch.int32)),
+        lambda: tensors.update(c=tensors["a"]),
+        lambda: tensors.pop("a"),
+        lambda: tensors["c"].zero_(),
+    ]
+    async with open_link() as link:
+        for version, change in enumerate(changes):
+            change()
+            await link.sink.publish(version, tensors)
+            async with link.source.lease() as weights:
+                assert list(weights.tensors) == list(tensors)
+                for name, tensor in tensors.items():
+                    assert same_bytes(weights.tensors[name], tensor), (version, name)
+
+
 async def test_publishing_the_same_again_is_harmless(open_link: OpenLink) -> None:
     async with open_link() as link:
         for version in (1, 2, 2, 2, 1, 3):

@@ -20,7 +20,8 @@ import torch
 from laminar.relay.client import ClientRules
 from laminar.relay.keeper import ChainWatch, KeeperRules, look
 from laminar.relay.nixl_link import PACKAGES
-from laminar.relay.publisher import Part, WeightPublisher
+from laminar.relay.parcels import Part
+from laminar.relay.publisher import WeightPublisher
 from laminar.relay.pushing import ChainPublisher, PushRules
 from laminar.relay.reader import WeightReader
 from laminar.schema.errors import PortError

@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from laminar.relay.client import ClientRules
+from laminar.relay.copying import copy_all
 from laminar.relay.member import ChainRules
 from laminar.relay.process import KeepOrder, RelayOrder
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
-from laminar.relay.tensors import copy_all
 
 SECRET = b"benchmark"
 RULES = ClientRules(connect_s=60.0)

@@ -10,13 +10,12 @@ import itertools
 from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any, cast
 
-import torch
-
 from laminar.engines.protocol import Weights
 from laminar.relay.messages import RelayStatus
+from laminar.relay.parcels import Packer
 from laminar.relay.slots import PrivateSlot
 from laminar.relay.store import VersionStore
-from laminar.relay.tensors import MappedTensors, Selection, copy_all, layout_of, view, whole
+from laminar.relay.tensors import MappedTensors, Selection, whole
 
 HOLDER = 0
 """There is one process, which holds everything."""
@@ -26,28 +25,28 @@ class MemoryLink:
     """Fulfils `trainer.ports.WeightSink`, `rollout.ports.WeightSource` and `manager.ports.RelayPort`."""
 
     def __init__(self, dtype: str = "keep", *, keep_versions: int = 2) -> None:
-        self._dtype: torch.dtype | None = None if dtype == "keep" else getattr(torch, dtype)
+        self._packer = Packer(dtype)
         self._store = VersionStore(keep_versions)
         self._slot_ids = itertools.count(1)
         self._changed = asyncio.Event()
 
     async def publish(self, version: int, tensors: Mapping[str, Any]) -> float:
         """Copy the weights; returns the seconds that it took. Idempotent per version."""
-        manifest = layout_of(tensors, self._dtype)
+        parcel = self._packer.pack(tensors)
+        manifest = parcel.plan.manifest
         slot = self._store.find_slot(version, manifest.total_bytes)
         if slot is None:
             slot = PrivateSlot(next(self._slot_ids), manifest.total_bytes)
             self._store.add_slot(slot)
         reservation = self._store.begin(HOLDER, version, manifest, 0, 1, slot)
         started_s = asyncio.get_running_loop().time()
-        memory_bytes = whole(cast(PrivateSlot, slot).memory)
         try:
-            copy_all((view(memory_bytes, entry), tensors[entry.name]) for entry in manifest.blocks())
+            num_bytes = parcel.write(whole(cast(PrivateSlot, slot).memory))
         except BaseException:
             self._store.abandon(reservation.reservation_id)
             raise
         copied_s = asyncio.get_running_loop().time()
-        self._store.commit(HOLDER, reservation.reservation_id, 0, manifest.payload_bytes)
+        self._store.commit(HOLDER, reservation.reservation_id, 0, num_bytes)
         self._store.finish(reservation, slot.checksum(manifest.total_bytes), copied_s)
         self._announce()
         return copied_s - started_s

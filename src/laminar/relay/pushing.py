@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,8 +35,8 @@ from laminar.relay.hops import dial
 from laminar.relay.keeper import ChainWatch
 from laminar.relay.manifest import Manifest, ManifestError
 from laminar.relay.messages import to_error
-from laminar.relay.publisher import Part, Piece, WeightPublisher, share
-from laminar.relay.tensors import layout_of
+from laminar.relay.parcels import Packer, Parcel, Part, Piece, parcel_of
+from laminar.relay.publisher import WeightPublisher
 from laminar.relay.threads import run_until_stopped
 from laminar.relay.wire import Wire
 from laminar.scheduling.chunks import Range, Ranges, overlap
@@ -82,10 +82,10 @@ class ChainPublisher:
     ) -> None:
         self._watch = watch
         self._secret = secret
-        self._dtype: torch.dtype | None = None if dtype == "keep" else getattr(torch, dtype)
         self._local = local
         self._local_id = local_id
         self._part = part or Part()
+        self._packer = Packer(dtype, self._part)
         self._life = life or secrets.token_bytes(16)
         self._rules = rules or PushRules()
         self.taken_by: str | None = None
@@ -101,13 +101,17 @@ class ChainPublisher:
         Idempotent, also across masters. Raises `DeadlinePassed` if no master took them in time, `RunFailed` if they
         cannot be taken at all.
         """
-        manifest = layout_of(tensors, self._dtype)
-        mine = share(manifest, self._part)
-        pieces = [Piece(name=e.name, start=(0,) * len(e.shape), data=tensors[e.name]) for e in mine]
-        return await self.publish_pieces(version, manifest, pieces)
+        return await self._publish(version, self._packer.pack(tensors))
 
-    async def publish_pieces(self, version: int, manifest: Manifest, pieces: list[Piece]) -> float:
+    async def publish_pieces(self, version: int, manifest: Manifest, pieces: Sequence[Piece]) -> float:
         """The same for the blocks that this rank owns; all ranks give the same manifest, and together all blocks."""
+        return await self._publish(version, parcel_of(manifest, pieces))
+
+    def key(self, version: int) -> VersionKey:
+        """What this life of the learner calls its weights of this version."""
+        return VersionKey(version, int(xxhash.xxh3_64_intdigest(self._life + version.to_bytes(8, "big", signed=True))))
+
+    async def _publish(self, version: int, parcel: Parcel) -> float:
         started_s, epoch = time.monotonic(), -1
         refusal = "there is no master"
         while (left_s := started_s + self._rules.publish_s - time.monotonic()) > 0:
@@ -116,17 +120,13 @@ class ChainPublisher:
                 continue
             master, epoch = led
             try:
-                await self._bring_while_it_leads(master, epoch, version, manifest, pieces)
+                await self._bring_while_it_leads(master, epoch, version, parcel)
             except (PeerLost, DeadlinePassed, Fenced, BadFrame) as error:
                 refusal = f"{master.relay_id}: {error}"
             else:
                 self.taken_by = master.relay_id
                 return time.monotonic() - started_s
         raise DeadlinePassed(f"no relay took version {version} within {self._rules.publish_s:g} s; last: {refusal}")
-
-    def key(self, version: int) -> VersionKey:
-        """What this life of the learner calls its weights of this version."""
-        return VersionKey(version, int(xxhash.xxh3_64_intdigest(self._life + version.to_bytes(8, "big", signed=True))))
 
     async def _bring_while_it_leads(self, master: Member, epoch: int, *what: Any) -> None:
         """Raises `Fenced` as soon as another relay leads: a frozen one would not say so itself."""
@@ -142,23 +142,23 @@ class ChainPublisher:
                 task.cancel()
             await asyncio.gather(bringing, deposed, return_exceptions=True)
 
-    async def _bring(self, master: Member, epoch: int, version: int, manifest: Manifest, pieces: list[Piece]) -> None:
+    async def _bring(self, master: Member, epoch: int, version: int, parcel: Parcel) -> None:
         key = self.key(version)
         if self._local is not None and master.relay_id == self._local_id:
-            await self._local.complete(await self._local.write_pieces(version, manifest, pieces, key.content))
+            await self._local.complete(await self._local.write_parcel(version, parcel, key.content))
             return
         frames = await dial(master.host, master.port, self._secret, self._rules.connect_s)
         wire = Wire(frames.hand_over(), self._rules.idle_s)
         request = Push(
             epoch=epoch,
             key=key,
-            manifest=manifest,
+            manifest=parcel.plan.manifest,
             part=self._part.index,
             num_parts=self._part.count,
             second_s=self._rules.second_s,
         )
         try:
-            await run_until_stopped(partial(_push, wire, request, pieces), wire.shut_down)
+            await run_until_stopped(partial(_push, wire, request, parcel.pieces), wire.shut_down)
         finally:
             wire.close()
 
