@@ -6,7 +6,7 @@ so the relay never takes a slot from a writer that still writes.
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -80,18 +80,13 @@ class WeightPublisher:
 
     async def write(self, version: int, tensors: Mapping[str, Tensor]) -> Written:
         """Only the first half of `publish`: when it returns, the learner may change its tensors."""
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
-        parcel = self._packer.pack(tensors)
-        packed_s = clock() - started_s
-        written = await self.write_parcel(version, parcel)
-        return replace(written, stall_s=packed_s + written.stall_s)
+        return await self._pack_and_write(version, lambda: self._packer.pack(tensors))
 
     async def write_pieces(
         self, version: int, manifest: Manifest, pieces: Sequence[Piece], content: int | None = None
     ) -> Written:
         """Write the blocks that this rank owns. All ranks give the same manifest, and together all blocks once."""
-        return await self.write_parcel(version, parcel_of(manifest, pieces), content)
+        return await self._pack_and_write(version, lambda: parcel_of(manifest, pieces), content)
 
     async def write_parcel(self, version: int, parcel: Parcel, content: int | None = None) -> Written:
         """The same for what is packed already.
@@ -140,6 +135,14 @@ class WeightPublisher:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         await self.close()
+
+    async def _pack_and_write(self, version: int, pack: Callable[[], Parcel], content: int | None = None) -> Written:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        parcel = pack()
+        packed_s = clock() - started_s
+        written = await self.write_parcel(version, parcel, content)
+        return replace(written, stall_s=packed_s + written.stall_s)
 
     async def _abandon(self, connection: Connection, reservation_id: int) -> None:
         try:
