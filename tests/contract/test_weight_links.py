@@ -103,7 +103,7 @@ async def running(loop: Any) -> AsyncIterator[None]:
 
 
 class Awaited:
-    """A sink whose `publish` returns when the end of the chain has heard of it, as the suite expects to read it."""
+    """A sink that has completed a version when the end of the chain has heard of it, as the suite expects it."""
 
     def __init__(self, sink: Any, last: RelayService) -> None:
         self._sink = sink
@@ -115,8 +115,18 @@ class Awaited:
         except BaseException:
             await self._until(lambda status: not status.incoming)
             raise
-        await self._until(lambda status: version in [held.version for held in status.versions])
+        await self._until_seen(version)
         return stall_s
+
+    async def write(self, version: int, tensors: Any) -> Any:
+        return version, await self._sink.write(version, tensors)
+
+    async def complete(self, written: Any) -> None:
+        await self._sink.complete(written[1])
+        await self._until_seen(written[0])
+
+    async def _until_seen(self, version: int) -> None:
+        await self._until(lambda status: version in [held.version for held in status.versions])
 
     async def _until(self, condition: Callable[[Any], bool]) -> None:
         async with asyncio.timeout(10.0):
@@ -263,6 +273,46 @@ async def test_floats_are_cast_on_the_way_and_everything_else_is_kept(open_link:
                 assert same_bytes(weights.tensors[name], tensor.bfloat16()), name
             for name, tensor in kept.items():
                 assert same_bytes(weights.tensors[name], tensor), name
+
+
+async def test_whatever_happens_to_tensors_between_versions_the_next_one_has_them_as_they_are(
+    open_link: OpenLink,
+) -> None:
+    tensors = {"a": torch.randn(8, 8), "b": torch.randn(5)}
+    square = tensors["a"]
+    changes = [
+        lambda: square.normal_(),
+        lambda: tensors.update(a=square.t()),
+        lambda: tensors.update(a=torch.randn(8, 8)),
+        lambda: tensors.update(b=torch.randn(9)),
+        lambda: tensors.update(a=tensors["a"][:3]),
+        lambda: tensors.update(b=tensors["b"].view(torch.int32)),
+        lambda: tensors.update(c=tensors["a"]),
+        lambda: tensors.pop("a"),
+        lambda: tensors["c"].zero_(),
+    ]
+    async with open_link() as link:
+        for version, change in enumerate(changes):
+            change()
+            await link.sink.publish(version, tensors)
+            async with link.source.lease() as weights:
+                assert list(weights.tensors) == list(tensors)
+                for name, tensor in tensors.items():
+                    assert same_bytes(weights.tensors[name], tensor), (version, name)
+
+
+async def test_a_learner_may_change_its_tensors_before_the_version_that_it_wrote_is_completed(
+    open_link: OpenLink,
+) -> None:
+    async with open_link() as link:
+        for version in range(4):
+            tensors = filled(version)
+            written = await link.sink.write(version, tensors)
+            tensors["w"].fill_(-1.0)
+            await link.sink.complete(written)
+            async with link.source.lease() as weights:
+                assert weights.version == version
+                assert weights.tensors["w"].unique() == version
 
 
 async def test_publishing_the_same_again_is_harmless(open_link: OpenLink) -> None:

@@ -20,7 +20,8 @@ import torch
 from laminar.relay.client import ClientRules
 from laminar.relay.keeper import ChainWatch, KeeperRules, look
 from laminar.relay.nixl_link import PACKAGES
-from laminar.relay.publisher import Part, WeightPublisher
+from laminar.relay.parcels import Part
+from laminar.relay.publisher import WeightPublisher
 from laminar.relay.pushing import ChainPublisher, PushRules
 from laminar.relay.reader import WeightReader
 from laminar.schema.errors import PortError
@@ -336,9 +337,20 @@ async def test_a_learner_beside_the_master_writes_into_its_memory_and_nobody_els
             await sink.publish(0, weights(0))
             async with WeightReader(chain.socket("b"), kit.SECRET) as reader:
                 assert await reader.wait_newer(None, 10.0) == 0
+                tensors = weights(1)
+                written = await sink.write(1, tensors)
+                tensors["w0"].zero_()
+                assert await sink.newest() == 0
+                await sink.complete(written)
+                assert await reader.wait_newer(0, 10.0) == 1
+                async with reader.lease() as held:
+                    assert torch.equal(held.tensors["w0"], weights(1)["w0"])
+                lost = await sink.write(2, tensors)
                 chain.relays["a"].kill()  # the learner's own relay: it goes on over the network
-                await sink.publish(1, weights(1))
-                assert await reader.newest() == 1
+                with pytest.raises(PortError):
+                    await sink.complete(lost)
+                await sink.publish(3, weights(3))
+                assert await reader.newest() == 3
             watching.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watching

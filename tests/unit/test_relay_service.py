@@ -32,7 +32,8 @@ from laminar.relay.messages import (
     WaitNewer,
     encode,
 )
-from laminar.relay.publisher import Part, Piece, WeightPublisher
+from laminar.relay.parcels import Part, Piece
+from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
 from laminar.relay.service import RelayService
 from laminar.relay.tensors import layout_of
@@ -236,6 +237,9 @@ async def test_a_manifest_that_lies_is_refused_and_the_connection_lives(path: Pa
         with pytest.raises(RunFailed, match="manifest of version 1 is wrong: w: ends at byte 65 of 64"):
             await publisher.write_pieces(1, lying, [])
         await publisher.publish(1, weights(1))
+        with pytest.raises(RunFailed, match="manifest of version 2 is wrong"):
+            await publisher.write_pieces(2, lying, [])
+        await publisher.publish(2, weights(2))
 
 
 # ---- memory
@@ -430,6 +434,18 @@ async def test_a_cancelled_publish_leaves_no_reservation(path: Path) -> None:
             await until_status(service, lambda status: not status.incoming)
         await publisher.publish(2, tensors)
         assert await service.newest() == 2
+
+
+async def test_the_same_tensors_go_to_every_slot_and_to_a_relay_that_was_restarted(path: Path) -> None:
+    tensors = weights(0)
+    async with WeightPublisher(path, SECRET) as publisher, WeightReader(path, SECRET) as reader:
+        for first in (0, 5):
+            async with serving(path):
+                for version in range(first, first + 5):
+                    tensors["w"].fill_(version)
+                    await publisher.publish(version, tensors)
+                    async with reader.lease() as held:
+                        assert held.tensors["w"].unique() == version
 
 
 async def test_a_relay_that_does_not_answer_is_a_deadline(path: Path) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import itertools
 import json
+import math
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,8 @@ class MemoryBuffer:
     async def sample(self, step: int, part: int, num_groups: int, wait_s: float) -> tuple[ExperienceGroup, ...]:
         self._lose_a_call()
         try:
-            await asyncio.wait_for(self.ready.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await self.ready.wait()
         except TimeoutError:
             return ()
         if (step, part) not in self.taken:
@@ -113,9 +116,25 @@ class MemorySink:
         return max(self.published, default=None)
 
     async def publish(self, version: int, tensors) -> float:
-        self.published[version] = dict(tensors)
-        self.reached[version].set()
-        return 0.25
+        written = await self.write(version, tensors)
+        await self.complete(written)
+        return written.stall_s
+
+    async def write(self, version: int, tensors) -> "MemoryWritten":
+        if self.lost:
+            raise PeerLost("the relay restarts")
+        return MemoryWritten(version, dict(tensors))
+
+    async def complete(self, written: "MemoryWritten") -> None:
+        self.published[written.version] = written.tensors
+        self.reached[written.version].set()
+
+
+@dataclass(frozen=True)
+class MemoryWritten:
+    version: int
+    tensors: dict
+    stall_s: float = 0.25
 
 
 class MemoryManager:
@@ -169,6 +188,9 @@ class World:
             checkpoints=Checkpoints(self.folder, config.checkpoint),
             events=self.events,
         )
+
+    def evaluated_and_durable(self) -> bool:
+        return self.buffer.evaluations == [0, 2, 4, 5] and len(self.buffer.trained) == 20
 
 
 @pytest.fixture
@@ -242,12 +264,12 @@ class Killed(BaseException):
 class Doom:
     """Kills at the n-th chance, which comes before and after every call that leaves the loop."""
 
-    def __init__(self, chances: int) -> None:
+    def __init__(self, chances: float) -> None:
         self.chances = chances
 
     def chance(self) -> None:
         self.chances -= 1
-        if self.chances == 0:
+        if self.chances <= 0:  # also whatever else runs beside the call that was killed
             raise Killed
 
     def doom(self, neighbour: object, *methods: str) -> None:
@@ -285,18 +307,133 @@ async def test_a_trainer_killed_at_any_instant_goes_on_as_if_it_had_not_been(tmp
         world, doom = World(tmp_path / str(chances)), Doom(chances)
         loop = world.loop()
         doom.doom(world.buffer, "sample", "commit", "rewind", "request_evaluation")
-        doom.doom(world.sink, "publish", "newest")
+        doom.doom(world.sink, "write", "complete", "newest")
         doom.doom(world.learner, "step", "save")
         try:
             await loop.run()
             break
         except Killed:
             num_kills += 1
+        doom.chances = math.inf
         await world.loop().run()
         assert world.sink.published[5] == undisturbed.sink.published[5], f"killed at chance {chances}"
         assert world.buffer.trained == undisturbed.buffer.trained
         assert world.buffer.taken == {}
-    assert num_kills > 60
+    assert num_kills > 80
+
+
+async def test_the_learner_trains_on_while_its_version_is_made_visible(world):
+    loop, complete = world.loop(num_steps=3), world.sink.complete
+    went_on = asyncio.Event()
+
+    async def complete_when_the_learner_went_on(written):
+        if written.version == 1:
+            await went_on.wait()
+            assert len(world.learner.seen) > 4
+            assert world.manager.heard == [0], "nobody is told of what cannot be seen"
+        await complete(written)
+
+    def step(groups):
+        metrics = CountingLearner.step(world.learner, groups)
+        if len(world.learner.seen) > 4:
+            running.call_soon_threadsafe(went_on.set)
+        return metrics
+
+    running = asyncio.get_running_loop()
+    world.learner.step, world.sink.complete = step, complete_when_the_learner_went_on
+    async with asyncio.timeout(10):
+        await loop.run()
+    assert [len(world.sink.published[version]["seen"]) for version in range(4)] == [0, 4, 8, 12]
+    assert [event["version"] for event in world.events.of("published")] == world.manager.heard == [0, 1, 2, 3]
+
+
+async def test_no_version_is_written_before_the_one_before_it_is_visible_or_lost(world):
+    loop, write, complete = world.loop(), world.sink.write, world.sink.complete
+    incomplete: set[int] = set()
+
+    async def write_one(version, tensors):
+        assert not incomplete
+        incomplete.add(version)
+        return await write(version, tensors)
+
+    async def complete_slowly(written):
+        for _ in range(20):
+            await asyncio.sleep(0)
+        incomplete.discard(written.version)
+        await complete(written)
+
+    world.sink.write, world.sink.complete = write_one, complete_slowly
+    await loop.run()
+    assert sorted(world.sink.published) == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_version_that_is_lost_on_its_way_is_skipped_and_nobody_is_told_of_it(world):
+    loop, complete = world.loop(), world.sink.complete
+
+    async def lose_one(written):
+        if written.version == 2:
+            raise PeerLost("the relay is gone")
+        await complete(written)
+
+    world.sink.complete = lose_one
+    await loop.run()
+    assert [event["version"] for event in world.events.of("publish_skipped")] == [2]
+    assert [event["version"] for event in world.events.of("published")] == world.manager.heard == [0, 1, 3, 4, 5]
+    assert world.evaluated_and_durable()
+
+
+async def test_a_version_that_is_lost_on_its_way_is_published_again_while_the_trainer_waits(world):
+    loop, complete = world.loop(), world.sink.complete
+    lost = asyncio.Event()
+
+    async def lose_one(written):
+        if written.version == 2 and not lost.is_set():
+            world.buffer.ready.clear()
+            lost.set()
+            raise PeerLost("the relay is gone")
+        await complete(written)
+
+    world.sink.complete = lose_one
+    task = asyncio.create_task(loop.run())
+    async with asyncio.timeout(10):
+        await world.sink.reached[2].wait()
+        assert len(world.sink.published[2]["seen"]) == 8
+        world.buffer.ready.set()
+        await task
+    assert world.manager.heard == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_version_that_the_relay_refuses_for_good_ends_the_run(world):
+    loop, complete = world.loop(), world.sink.complete
+
+    async def refuse(written):
+        if written.version == 2:
+            raise RunFailed("version 2 is held already, with other weights")
+        await complete(written)
+
+    world.sink.complete = refuse
+    with pytest.raises(RunFailed, match="version 2 is held already"):
+        await loop.run()
+    assert 3 not in world.sink.published
+
+
+async def test_a_trainer_that_is_stopped_leaves_nothing_running(world):
+    loop, complete = world.loop(), world.sink.complete
+    completing = asyncio.Event()
+
+    async def hang(written):
+        if written.version == 2:
+            completing.set()
+            await asyncio.get_running_loop().create_future()
+        await complete(written)
+
+    world.sink.complete = hang
+    before = asyncio.all_tasks()
+    task = asyncio.create_task(loop.run())
+    await completing.wait()
+    task.cancel()
+    await asyncio.wait([task])
+    assert asyncio.all_tasks() == before
 
 
 async def test_a_relay_that_lost_its_weights_gets_them_again_while_the_trainer_waits(world):

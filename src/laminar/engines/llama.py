@@ -119,15 +119,18 @@ class Llama:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take every weight; raises ValueError before the first one is touched if one is missing or misshapen."""
-        parts = list(self.parts())
-        for part in parts:
+        loads: list[tuple[Part, list[Tensor]]] = []
+        for part in self.parts():
+            given = []
             for name, needed in zip(part.names, part.shapes, strict=True):
                 if name not in tensors:
                     raise ValueError(f"the weights lack {name}")
-                if (given := tuple(tensors[name].shape)) != needed:
-                    raise ValueError(f"{name} has shape {given}, the model needs {needed}")
-        for part in parts:
-            part.load([tensors[name] for name in part.names])
+                given.append(tensors[name])
+                if (shape := tuple(given[-1].shape)) != needed:
+                    raise ValueError(f"{name} has shape {shape}, the model needs {needed}")
+            loads.append((part, given))
+        for part, given in loads:
+            part.load(given)
 
     def forward(self, batch: Batch, kv: PagedKV) -> Tensor | None:
         """Logits of the rows that decode (None if there are none); KV of all rows is written."""

@@ -2,9 +2,9 @@
 
 Times are seconds, medians of interleaved repetitions. `memcpy` is one numpy copy of as many bytes into warm memory,
 `memcpy_by_tensor` the same in pieces of the model's tensors; `publish_stall` is how long the learner's tensors were
-being read, `write` the whole call after which the learner may go on, `visible` how long after its begin a waiting
-reader has the version, `swap_in` the copy from a lease into tensors of one's own, `map` what it takes to have all
-tensors of a lease. The relay is another process.
+looked at and read, `write` the whole call after which the learner may go on, `visible` how long after its begin a
+waiting reader has the version, `map` what it takes to have all tensors of a lease, `swap_in` the copy from there into
+tensors of one's own, `read` both. The relay is another process.
 
 Each ratio is the median of the ratios of neighbours: what was measured against the mean of the copies just before and
 just after it, so that a machine that is busy for a while slows down both. Ratios of `cpu` compare the seconds that this
@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from laminar.relay.client import ClientRules
+from laminar.relay.copying import copy_all
 from laminar.relay.member import ChainRules
 from laminar.relay.process import KeepOrder, RelayOrder
 from laminar.relay.publisher import WeightPublisher
 from laminar.relay.reader import WeightReader
-from laminar.relay.tensors import copy_all
 
 SECRET = b"benchmark"
 RULES = ClientRules(connect_s=60.0)
@@ -103,7 +103,7 @@ def measure(name: str, model: Model, options: Options) -> dict[str, Any]:
     ratios = {
         f"{one} / {other}": ratio(times, one, other, at)
         for other in ("memcpy", "memcpy_by_tensor", "memcpy_cpu")
-        for at, ones in enumerate((("publish_stall", "write", "write_cpu"), ("swap_in", "swap_in_cpu")))
+        for at, ones in enumerate((("publish_stall", "write", "write_cpu"), ("swap_in", "read", "swap_in_cpu")))
         for one in ones
         if one.endswith("_cpu") == other.endswith("_cpu")
     }
@@ -233,6 +233,7 @@ async def _read(reader: WeightReader, own: Model, times: Times) -> None:
         times["map"].append(time.perf_counter() - started_s)
         with stopped(times, "swap_in"):
             copy_all(pairs)
+    times["read"].append(times["map"][-1] + times["swap_in"][-1])
 
 
 def seconds(work: Callable[[], object]) -> float:

@@ -8,49 +8,70 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
-
-import torch
 
 from laminar.engines.protocol import Weights
 from laminar.relay.messages import RelayStatus
+from laminar.relay.parcels import Packer
 from laminar.relay.slots import PrivateSlot
-from laminar.relay.store import VersionStore
-from laminar.relay.tensors import MappedTensors, Selection, copy_all, layout_of, view, whole
+from laminar.relay.store import Reservation, VersionStore
+from laminar.relay.tensors import MappedTensors, Selection, whole
 
 HOLDER = 0
 """There is one process, which holds everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A version that has left the learner and is not seen yet."""
+
+    stall_s: float
+    num_bytes: int
+    reservation: Reservation
 
 
 class MemoryLink:
     """Fulfils `trainer.ports.WeightSink`, `rollout.ports.WeightSource` and `manager.ports.RelayPort`."""
 
     def __init__(self, dtype: str = "keep", *, keep_versions: int = 2) -> None:
-        self._dtype: torch.dtype | None = None if dtype == "keep" else getattr(torch, dtype)
+        self._packer = Packer(dtype)
         self._store = VersionStore(keep_versions)
         self._slot_ids = itertools.count(1)
         self._changed = asyncio.Event()
 
     async def publish(self, version: int, tensors: Mapping[str, Any]) -> float:
         """Copy the weights; returns the seconds that it took. Idempotent per version."""
-        manifest = layout_of(tensors, self._dtype)
+        written = await self.write(version, tensors)
+        await self.complete(written)
+        return written.stall_s
+
+    async def write(self, version: int, tensors: Mapping[str, Any]) -> Filled:
+        """Only the first half: nobody sees the version yet."""
+        started_s = asyncio.get_running_loop().time()
+        parcel = self._packer.pack(tensors)
+        manifest = parcel.plan.manifest
+        self._store.join(HOLDER, version, manifest, 0, 1)  # drops what another write of this version has left
         slot = self._store.find_slot(version, manifest.total_bytes)
         if slot is None:
             slot = PrivateSlot(next(self._slot_ids), manifest.total_bytes)
             self._store.add_slot(slot)
         reservation = self._store.begin(HOLDER, version, manifest, 0, 1, slot)
-        started_s = asyncio.get_running_loop().time()
-        memory_bytes = whole(cast(PrivateSlot, slot).memory)
         try:
-            copy_all((view(memory_bytes, entry), tensors[entry.name]) for entry in manifest.blocks())
+            num_bytes = parcel.write(whole(cast(PrivateSlot, slot).memory))
         except BaseException:
             self._store.abandon(reservation.reservation_id)
             raise
-        copied_s = asyncio.get_running_loop().time()
-        self._store.commit(HOLDER, reservation.reservation_id, 0, manifest.payload_bytes)
-        self._store.finish(reservation, slot.checksum(manifest.total_bytes), copied_s)
+        stall_s = asyncio.get_running_loop().time() - started_s
+        return Filled(stall_s=stall_s, num_bytes=num_bytes, reservation=reservation)
+
+    async def complete(self, filled: Filled) -> None:
+        """The second half: show it."""
+        reservation = filled.reservation
+        self._store.commit(HOLDER, reservation.reservation_id, 0, filled.num_bytes)
+        checksum = reservation.slot.checksum(reservation.manifest.total_bytes)
+        self._store.finish(reservation, checksum, asyncio.get_running_loop().time())
         self._announce()
-        return copied_s - started_s
 
     async def newest(self) -> int | None:
         """Newest version, None before the first publish."""

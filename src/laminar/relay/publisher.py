@@ -6,20 +6,20 @@ so the relay never takes a slot from a writer that still writes.
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from laminar.relay.client import ClientRules, Connection, RelayClient
-from laminar.relay.manifest import Manifest, ManifestError, TensorEntry
+from laminar.relay.manifest import Manifest
 from laminar.relay.messages import Abandon, Commit, Done, Newest, Reserve, Reserved, Version
+from laminar.relay.parcels import Packer, Parcel, Part, Piece, parcel_of
 from laminar.relay.slots import populate
-from laminar.relay.tensors import copy_all, layout_of, view, whole
+from laminar.relay.tensors import whole
 from laminar.relay.threads import run_in_thread
 from laminar.schema.errors import PortError
 
@@ -28,25 +28,11 @@ MAX_COPY_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Which of the learner's ranks this is, in the order of their parts of a version."""
-
-    index: int = 0
-    count: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A block of a tensor that this rank owns: it begins at `start` and extends as far as `data`."""
-
-    name: str
-    start: tuple[int, ...]
-    data: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A version (or a part of one) has left the learner: `stall_s` is how long its tensors were being read."""
+    """A version (or a part of one) has left the learner.
+
+    `stall_s` is how long its tensors were looked at and read, `reserve_s` how long the relay took to give memory.
+    """
 
     version: int
     stall_s: float
@@ -73,8 +59,8 @@ class WeightPublisher:
         rules: ClientRules | None = None,
     ) -> None:
         self._client = RelayClient(socket_path, secret, rules or ClientRules())
-        self._dtype: torch.dtype | None = None if dtype == "keep" else getattr(torch, dtype)
         self._part = part or Part()
+        self._packer = Packer(dtype, self._part)
         self._num_threads = num_threads or max(1, min(MAX_COPY_THREADS, _num_cores() // 2))
         self._writing = asyncio.Lock()
 
@@ -94,21 +80,22 @@ class WeightPublisher:
 
     async def write(self, version: int, tensors: Mapping[str, Tensor]) -> Written:
         """Only the first half of `publish`: when it returns, the learner may change its tensors."""
-        manifest = layout_of(tensors, self._dtype)
-        mine = share(manifest, self._part)
-        pieces = [Piece(name=e.name, start=(0,) * len(e.shape), data=tensors[e.name]) for e in mine]
-        return await self.write_pieces(version, manifest, pieces)
+        return await self._pack_and_write(version, lambda: self._packer.pack(tensors))
 
     async def write_pieces(
-        self, version: int, manifest: Manifest, pieces: Iterable[Piece], content: int | None = None
+        self, version: int, manifest: Manifest, pieces: Sequence[Piece], content: int | None = None
     ) -> Written:
-        """Write the blocks that this rank owns. All ranks give the same manifest, and together all blocks once.
+        """Write the blocks that this rank owns. All ranks give the same manifest, and together all blocks once."""
+        return await self._pack_and_write(version, lambda: parcel_of(manifest, pieces), content)
+
+    async def write_parcel(self, version: int, parcel: Parcel, content: int | None = None) -> Written:
+        """The same for what is packed already.
 
         `content` names these weights where they may also reach a relay another way; see `relay.pushing`.
         """
         async with self._writing:
             clock = asyncio.get_running_loop().time
-            started_s = clock()
+            started_s, manifest = clock(), parcel.plan.manifest
             connection = await self._client.connection()
             request = Reserve(version, manifest, self._part.index, self._part.count, content)
             deadline_s = self._client.rules.by_size_s(manifest.total_bytes)
@@ -118,7 +105,7 @@ class WeightPublisher:
                 if is_new:
                     await run_in_thread(populate, memory)
                 reserved_s = clock()
-                num_bytes = await run_in_thread(self._copy, whole(memory), manifest, pieces)
+                num_bytes = await run_in_thread(parcel.write, whole(memory), self._num_threads)
             except BaseException:
                 await self._abandon(connection, reserved.reservation_id)
                 raise
@@ -149,37 +136,19 @@ class WeightPublisher:
     ) -> None:
         await self.close()
 
-    def _copy(self, memory_bytes: Tensor, manifest: Manifest, pieces: Iterable[Piece]) -> int:
-        """In a thread. Returns the number of bytes written."""
-        entries = {entry.name: entry for entry in manifest.entries}
-        pairs = [(_block(memory_bytes, entries, piece), piece.data) for piece in pieces]
-        copy_all(pairs, self._num_threads)
-        return sum(target.nbytes for target, _ in pairs)
+    async def _pack_and_write(self, version: int, pack: Callable[[], Parcel], content: int | None = None) -> Written:
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        parcel = pack()
+        packed_s = clock() - started_s
+        written = await self.write_parcel(version, parcel, content)
+        return replace(written, stall_s=packed_s + written.stall_s)
 
     async def _abandon(self, connection: Connection, reservation_id: int) -> None:
         try:
             await connection.call(Abandon(reservation_id), Done, self._client.rules.call_s)
         except PortError:  # the relay drops it with the connection
             await self._client.close()
-
-
-def share(manifest: Manifest, part: Part) -> list[TensorEntry]:
-    """The tensors that one of several equal ranks writes: runs of neighbours of about the same size."""
-    begin, end = (manifest.total_bytes * k // part.count for k in (part.index, part.index + 1))
-    return [entry for entry in manifest.blocks() if begin <= entry.offset < end]
-
-
-def _block(memory_bytes: Tensor, entries: Mapping[str, TensorEntry], piece: Piece) -> Tensor:
-    if piece.name not in entries:
-        raise ManifestError(f"{piece.name} is not in the manifest")
-    block = view(memory_bytes, entries[piece.name])
-    if len(piece.start) != block.dim() or piece.data.dim() != block.dim():
-        raise ManifestError(f"{piece.name}: a piece must have as many dimensions as the tensor, {block.dim()}")
-    if piece.data.shape == block.shape and not any(piece.start):
-        return block
-    for dim, (start, size) in enumerate(zip(piece.start, piece.data.shape, strict=True)):
-        block = block.narrow(dim, start, size)
-    return block
 
 
 def _num_cores() -> int:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,15 +28,15 @@ from laminar.relay.chain_messages import (
     Same,
     VersionKey,
     Wanted,
-    Written,
 )
+from laminar.relay.chain_messages import Written as AllWritten
 from laminar.relay.frames import BadFrame
 from laminar.relay.hops import dial
 from laminar.relay.keeper import ChainWatch
 from laminar.relay.manifest import Manifest, ManifestError
 from laminar.relay.messages import to_error
-from laminar.relay.publisher import Part, Piece, WeightPublisher, share
-from laminar.relay.tensors import layout_of
+from laminar.relay.parcels import Packer, Parcel, Part, Piece, parcel_of
+from laminar.relay.publisher import WeightPublisher, Written
 from laminar.relay.threads import run_until_stopped
 from laminar.relay.wire import Wire
 from laminar.scheduling.chunks import Range, Ranges, overlap
@@ -61,6 +61,14 @@ class PushRules:
     The chain is a chunk behind the learner, so this is milliseconds unless the second relay is in trouble."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """A version that has left the learner; `written` is what is to be completed, None if it can be seen already."""
+
+    stall_s: float
+    written: Written | None
+
+
 class ChainPublisher:
     """Fulfils `trainer.ports.WeightSink` for a chain of relays: publishes to whoever leads it.
 
@@ -82,10 +90,10 @@ class ChainPublisher:
     ) -> None:
         self._watch = watch
         self._secret = secret
-        self._dtype: torch.dtype | None = None if dtype == "keep" else getattr(torch, dtype)
         self._local = local
         self._local_id = local_id
         self._part = part or Part()
+        self._packer = Packer(dtype, self._part)
         self._life = life or secrets.token_bytes(16)
         self._rules = rules or PushRules()
         self.taken_by: str | None = None
@@ -101,13 +109,35 @@ class ChainPublisher:
         Idempotent, also across masters. Raises `DeadlinePassed` if no master took them in time, `RunFailed` if they
         cannot be taken at all.
         """
-        manifest = layout_of(tensors, self._dtype)
-        mine = share(manifest, self._part)
-        pieces = [Piece(name=e.name, start=(0,) * len(e.shape), data=tensors[e.name]) for e in mine]
-        return await self.publish_pieces(version, manifest, pieces)
+        return await self._publish(version, self._packer.pack(tensors))
 
-    async def publish_pieces(self, version: int, manifest: Manifest, pieces: list[Piece]) -> float:
+    async def write(self, version: int, tensors: Mapping[str, Any]) -> Left:
+        """Only the first half of `publish`, if the bytes go into shared memory; a push over the network is answered
+        milliseconds after its last byte, and nothing of it is left to wait for."""
+        started_s = time.monotonic()
+        written = await self._bring_to_master(version, self._packer.pack(tensors), completely=False)
+        return Left(stall_s=time.monotonic() - started_s, written=written)
+
+    async def complete(self, left: Left) -> None:
+        """The second half. A master that is lost meanwhile may take the version with it."""
+        if left.written is not None and self._local is not None:
+            await self._local.complete(left.written)
+
+    async def publish_pieces(self, version: int, manifest: Manifest, pieces: Sequence[Piece]) -> float:
         """The same for the blocks that this rank owns; all ranks give the same manifest, and together all blocks."""
+        return await self._publish(version, parcel_of(manifest, pieces))
+
+    def key(self, version: int) -> VersionKey:
+        """What this life of the learner calls its weights of this version."""
+        return VersionKey(version, int(xxhash.xxh3_64_intdigest(self._life + version.to_bytes(8, "big", signed=True))))
+
+    async def _publish(self, version: int, parcel: Parcel) -> float:
+        started_s = time.monotonic()
+        await self._bring_to_master(version, parcel, completely=True)
+        return time.monotonic() - started_s
+
+    async def _bring_to_master(self, version: int, parcel: Parcel, *, completely: bool) -> Written | None:
+        """Try one master after the other. Returns what is to be completed, None if the version can be seen."""
         started_s, epoch = time.monotonic(), -1
         refusal = "there is no master"
         while (left_s := started_s + self._rules.publish_s - time.monotonic()) > 0:
@@ -116,19 +146,15 @@ class ChainPublisher:
                 continue
             master, epoch = led
             try:
-                await self._bring_while_it_leads(master, epoch, version, manifest, pieces)
+                written = await self._bring_while_it_leads(master, epoch, version, parcel, completely)
             except (PeerLost, DeadlinePassed, Fenced, BadFrame) as error:
                 refusal = f"{master.relay_id}: {error}"
             else:
                 self.taken_by = master.relay_id
-                return time.monotonic() - started_s
+                return written
         raise DeadlinePassed(f"no relay took version {version} within {self._rules.publish_s:g} s; last: {refusal}")
 
-    def key(self, version: int) -> VersionKey:
-        """What this life of the learner calls its weights of this version."""
-        return VersionKey(version, int(xxhash.xxh3_64_intdigest(self._life + version.to_bytes(8, "big", signed=True))))
-
-    async def _bring_while_it_leads(self, master: Member, epoch: int, *what: Any) -> None:
+    async def _bring_while_it_leads(self, master: Member, epoch: int, *what: Any) -> Written | None:
         """Raises `Fenced` as soon as another relay leads: a frozen one would not say so itself."""
         bringing = asyncio.ensure_future(self._bring(master, epoch, *what))
         deposed = asyncio.ensure_future(self._watch.until_deposed(master.relay_id))
@@ -142,25 +168,31 @@ class ChainPublisher:
                 task.cancel()
             await asyncio.gather(bringing, deposed, return_exceptions=True)
 
-    async def _bring(self, master: Member, epoch: int, version: int, manifest: Manifest, pieces: list[Piece]) -> None:
+    async def _bring(
+        self, master: Member, epoch: int, version: int, parcel: Parcel, completely: bool
+    ) -> Written | None:
         key = self.key(version)
         if self._local is not None and master.relay_id == self._local_id:
-            await self._local.complete(await self._local.write_pieces(version, manifest, pieces, key.content))
-            return
+            written = await self._local.write_parcel(version, parcel, key.content)
+            if not completely:
+                return written
+            await self._local.complete(written)
+            return None
         frames = await dial(master.host, master.port, self._secret, self._rules.connect_s)
         wire = Wire(frames.hand_over(), self._rules.idle_s)
         request = Push(
             epoch=epoch,
             key=key,
-            manifest=manifest,
+            manifest=parcel.plan.manifest,
             part=self._part.index,
             num_parts=self._part.count,
             second_s=self._rules.second_s,
         )
         try:
-            await run_until_stopped(partial(_push, wire, request, pieces), wire.shut_down)
+            await run_until_stopped(partial(_push, wire, request, parcel.pieces), wire.shut_down)
         finally:
             wire.close()
+        return None
 
 
 def _push(wire: Wire, request: Push, pieces: list[Piece]) -> None:
@@ -175,7 +207,7 @@ def _push(wire: Wire, request: Push, pieces: list[Piece]) -> None:
         with contextlib.suppress(PortError):
             wire.send(GivenUp())
         raise
-    wire.send(Written())
+    wire.send(AllWritten())
     _answer(wire, Landed)
 
 

@@ -3,10 +3,8 @@
 Invariant: a tensor made here shows the memory itself; it is never a copy.
 """
 
-import ctypes
 import mmap
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from laminar.relay.manifest import Manifest, TensorEntry, layout
+from laminar.relay.manifest import Manifest, Shape, TensorEntry, layout
 from laminar.relay.slots import checksum
 
 CAST_FROM = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 """What a published dtype replaces: 8-bit floats belong to scales and stay, integers and masks stay."""
-
-PIECE_BYTES = 32 << 20
-"""Large tensors are copied in pieces, so that several threads share them evenly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +68,7 @@ class MappedTensors(Mapping[str, Tensor]):
         self.checksum = checksum
         self._memory: mmap.mmap | None = memory
         self._bytes = whole(memory)
+        self._typed: dict[str, Tensor] = {}
         self._entries = {entry.name: entry for entry in manifest.entries}
         self._total_bytes = manifest.total_bytes
         self._slices = slices
@@ -80,7 +76,10 @@ class MappedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         entry = self._entries[name]
         self._open_memory()
-        tensor = view(self._bytes, entry)
+        typed = self._typed.get(entry.dtype)
+        if typed is None:
+            typed = self._typed[entry.dtype] = self._bytes.view(getattr(torch, entry.dtype))
+        tensor = typed.as_strided(entry.shape, _strides(entry.shape), entry.offset // typed.itemsize)
         return self._slices[name].of(tensor) if name in self._slices else tensor
 
     def __iter__(self) -> Iterator[str]:
@@ -96,6 +95,7 @@ class MappedTensors(Mapping[str, Tensor]):
     def end(self) -> None:
         """The lease is over: no further tensors."""
         self._memory = None
+        self._typed.clear()
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def _open_memory(self) -> mmap.mmap:
@@ -127,6 +127,14 @@ def view(memory_bytes: Tensor, entry: TensorEntry) -> Tensor:
     return flat.view(getattr(torch, entry.dtype)).reshape(entry.shape)
 
 
+def _strides(shape: Shape) -> list[int]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return strides[::-1]
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """`bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
@@ -138,11 +146,10 @@ def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Manif
     ties: dict[str, str] = {}
     shapes = {}
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            raise ValueError(f"{name}: only dense tensors can be published")
+        _, *identity = facts_of(name, tensor)
         shapes[name] = (tuple(tensor.shape), dtype_name(published_dtype(tensor.dtype, dtype)))
         if tensor.numel():
-            home = homes.setdefault(_identity(tensor), name)
+            home = homes.setdefault(tuple(identity), name)
             if home != name:
                 ties[name] = home
     return layout(shapes, ties)
@@ -153,40 +160,17 @@ def published_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dty
     return wanted if wanted is not None and dtype in CAST_FROM else dtype
 
 
-def copy_all(pairs: Iterable[tuple[Tensor, Tensor]], num_threads: int = 1) -> None:
-    """Copy each second tensor into the first one of its pair, casting where dtypes differ. Blocks; one copy each."""
-    jobs = (job for target, source in pairs for job in _jobs(target, source.detach()))
-    if num_threads == 1:
-        for copy, *what in jobs:
-            copy(*what)
-        return
-    with ThreadPoolExecutor(num_threads) as pool:
-        for done in [pool.submit(*job) for job in jobs]:
-            done.result()
-
-
-def _identity(tensor: Tensor) -> Any:
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-
-def _jobs(target: Tensor, source: Tensor) -> Iterator[tuple[Any, ...]]:
-    """What to call with what, to copy one tensor. Plain bytes are left to the C library: with hundreds of tensors of a
-    few hundred KB, what torch and numpy do around each copy adds up to a quarter of it."""
-    if target.shape != source.shape:
-        raise ValueError(f"a tensor of shape {tuple(source.shape)} where {tuple(target.shape)} was due")
-    if not _are_same_bytes(target, source):
-        yield Tensor.copy_, target, source
-        return
-    for start in range(0, source.nbytes, PIECE_BYTES):
-        yield _copy_bytes, target, source, start, min(start + PIECE_BYTES, source.nbytes)
-
-
-def _copy_bytes(target: Tensor, source: Tensor, start: int, end: int) -> None:
-    """Both are contiguous, in host memory and of the same size."""
-    ctypes.memmove(target.data_ptr() + start, source.data_ptr() + start, end - start)
-
-
-def _are_same_bytes(target: Tensor, source: Tensor) -> bool:
-    return target.dtype == source.dtype and all(
-        t.is_cpu and t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in (target, source)
+def facts_of(name: str, tensor: Tensor) -> tuple[Any, ...]:
+    """All that layout and copies depend on, but not what is in the tensor; all but the name are equal for tied ones."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise ValueError(f"{name}: only dense tensors can be published")
+    return (
+        name,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.is_conj(),
+        tensor.is_neg(),
     )

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from laminar.engines.calibration import LinkConstants
@@ -136,6 +137,14 @@ def _fresh_slot(slot_id: int, num_bytes: int) -> SlotMemory:
     return _Slot(slot_id, num_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A version that has left the learner."""
+
+    version: int
+    stall_s: float
+
+
 class Relays:
     """All relays as the trainer and the manager see them; fulfils `WeightSink` and `RelayPort`."""
 
@@ -166,15 +175,24 @@ class Relays:
 
     async def publish(self, version: int, tensors: Mapping[str, Any]) -> float:
         """Copy the weights to the first relay; the others get them down the chain while the learner goes on."""
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
+        written = await self.write(version, tensors)
+        await self.complete(written)
+        return written.stall_s
+
+    async def write(self, version: int, tensors: Mapping[str, Any]) -> Written:
+        """Only the copy."""
+        began_s = asyncio.get_running_loop().time()
         await asyncio.sleep(self._transfer_s(self._links.learner_to_relay_bytes_per_s))
+        self._alive()
+        return Written(version=version, stall_s=asyncio.get_running_loop().time() - began_s)
+
+    async def complete(self, written: Written) -> None:
+        """Show it, and send it down the chain."""
         chain = self._alive()
         assert self._group is not None, "publish works while run does"
         for relay, arrival_s in zip(chain, self.arrival_s(len(chain)), strict=True):
-            self._group.create_task(self._deliver(relay, version, self.slowness * arrival_s))
+            self._group.create_task(self._deliver(relay, written.version, self.slowness * arrival_s))
         await asyncio.sleep(0)  # the master, which has it already, shows it before anybody is told
-        return loop.time() - began_s
 
     async def pin(self, versions: Iterable[int]) -> None:
         """Keep these versions on every machine."""

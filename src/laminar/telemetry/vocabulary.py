@@ -70,7 +70,7 @@ class Published(Fact, frozen=True, kw_only=True):
 
 
 class PublishSkipped(Fact, frozen=True, kw_only=True):
-    """The relay did not answer, so training went on; a later version will be published."""
+    """The relay did not answer, or lost the version before it was visible; training went on, a later one follows."""
 
     version: int
     reason: str = ""

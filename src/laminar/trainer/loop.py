@@ -3,6 +3,9 @@
 Invariant: version n is what n iterations made of version 0. A checkpoint of version n is durable before the buffer
 hears that the experience of the first n iterations is trained for good. So after a stop at any instant the newest
 checkpoint and what the buffer gives out again fit together.
+
+What the relay has does not enter into that. A version that has left the learner is shown while the next one is made; if
+it is lost on the way, training goes on and a later version is shown. Only the first and the last one are insisted on.
 """
 
 import asyncio
@@ -17,7 +20,15 @@ from laminar.schema.trajectories import ExperienceGroup
 from laminar.telemetry.events import Events
 from laminar.telemetry.waits import Waits
 from laminar.trainer.batch_facts import batch_facts, merge_metrics
-from laminar.trainer.ports import BufferPort, CheckpointStore, Learner, ManagerPort, RunBlocking, WeightSink
+from laminar.trainer.ports import (
+    BufferPort,
+    CheckpointStore,
+    Learner,
+    ManagerPort,
+    RunBlocking,
+    WeightSink,
+    Written,
+)
 
 SAMPLE_SLICE_S = 1.0
 """One call to the buffer waits at most so long; then the trainer looks whether the relay still has its weights."""
@@ -58,12 +69,21 @@ class TrainerLoop:
         self._events = events
         self._waits = Waits("trainer", events)
         self._run_blocking = run_blocking
+        self._showing: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
         """Go on from the newest checkpoint, or begin with version 0.
 
         waits for:  complete groups <- replicas finish trajectories; ends: after `num_steps`, or with `RunFailed`
         """
+        try:
+            await self._make_versions()
+        finally:
+            if self._showing is not None:
+                self._showing.cancel()
+                await asyncio.gather(self._showing, return_exceptions=True)
+
+    async def _make_versions(self) -> None:
         start = await self._restore()
         await self._publish(start)
         await self._evaluate_if_due(start)
@@ -126,7 +146,7 @@ class TrainerLoop:
         )
 
     async def _publish(self, version: int) -> Facts:
-        """Copy the weights out and let the fleet know. Training goes on also if the manager cannot be told."""
+        """Have the fleet see this version, however long the relay takes to come back."""
         now_s = asyncio.get_running_loop().time
         began_s = now_s()
         tensors = await self._run_blocking(self._learner.tensors)
@@ -134,45 +154,92 @@ class TrainerLoop:
             stall_s = await self._insist(
                 lambda: self._offer(version, tensors), on=f"publish version {version} to the relay"
             )
-        try:
-            await self._manager.published(version)
-        except PortError as error:
-            self._events.emit("command_failed", reason=f"the manager did not hear of version {version}: {error}")
+        await self._tell_manager(version)
         return {"publish_s": now_s() - began_s, "stall_s": stall_s}
 
     async def _publish_if_heard(self, version: int) -> Facts:
-        """Publish, but train on if the relay does not answer: it is being restarted, and gets the next version.
+        """Write the version to the relay and train on while it is made visible; or without it, if the relay does not
+        answer: it is being restarted, and gets the next version.
 
         The last version is insisted on, as nothing else would follow.
         """
         now_s = asyncio.get_running_loop().time
         began_s = now_s()
-        if version < self._rules.num_steps:
-            try:
-                async with asyncio.timeout(RELAY_PROBE_S):
-                    await self._sink.newest()
-            except (PortError, TimeoutError) as error:
-                self._events.emit("publish_skipped", version=version, reason=str(error) or "the relay gave no answer")
-                return {"publish_s": now_s() - began_s, "stall_s": 0.0}
-        return await self._publish(version)
+        await self._settle()
+        if version == self._rules.num_steps:
+            return await self._publish(version)
+        try:
+            async with asyncio.timeout(RELAY_PROBE_S):
+                await self._sink.newest()
+        except (PortError, TimeoutError) as error:
+            self._skip(version, error)
+            return {"publish_s": now_s() - began_s, "stall_s": 0.0}
+        tensors = await self._run_blocking(self._learner.tensors)
+        with self._waits.on(f"version {version} to be written", of="relay", deadline_s=self._rules.batch_deadline_s):
+            written = await self._insist(
+                lambda: self._write(version, tensors), on=f"write version {version} to the relay"
+            )
+        self._showing = asyncio.create_task(self._show(version, written), name=f"show version {version}")
+        return {"publish_s": now_s() - began_s, "stall_s": written.stall_s if written else 0.0}
 
     async def _offer(self, version: int, tensors: Mapping[str, Any]) -> float:
         """Publish, unless the relay has this version or later ones: the trainer was restarted and makes it again.
 
         So a replica never goes back to older weights, and a label never stands for two sets of them.
         """
-        newest = await self._sink.newest()
-        if newest is not None and newest >= version:
+        if await self._relay_has(version):
             return 0.0
         stall_s = await self._sink.publish(version, tensors)
         self._events.emit("published", version=version, stall_s=stall_s)
         return stall_s
 
+    async def _write(self, version: int, tensors: Mapping[str, Any]) -> Written | None:
+        """As `_offer`, but only the part for which the learner stands still."""
+        return None if await self._relay_has(version) else await self._sink.write(version, tensors)
+
+    async def _show(self, version: int, written: Written | None) -> None:
+        """Make visible what has left the learner. Runs beside the next iteration; what fails here is not tried again,
+        because the learner may have changed its weights by now."""
+        if written is not None:
+            try:
+                async with asyncio.timeout(self._rules.batch_deadline_s):
+                    await self._sink.complete(written)
+            except (PortError, TimeoutError) as error:
+                self._skip(version, error)
+                return
+            self._events.emit("published", version=version, stall_s=written.stall_s)
+        await self._tell_manager(version)
+
+    async def _settle(self) -> None:
+        """Wait until the last version that was written can be seen, or is lost."""
+        if self._showing is not None:
+            with self._waits.on(
+                "the last version to be published", of="relay", deadline_s=self._rules.batch_deadline_s
+            ):
+                await self._showing
+            self._showing = None
+
+    async def _tell_manager(self, version: int) -> None:
+        """Training goes on also if it cannot be told."""
+        try:
+            await self._manager.published(version)
+        except PortError as error:
+            self._events.emit("command_failed", reason=f"the manager did not hear of version {version}: {error}")
+
+    def _skip(self, version: int, error: Exception) -> None:
+        self._events.emit("publish_skipped", version=version, reason=str(error) or "the relay gave no answer")
+
+    async def _relay_has(self, version: int) -> bool:
+        newest = await self._sink.newest()
+        return newest is not None and newest >= version
+
     async def _refill_relay(self, version: int) -> None:
         """A relay that was restarted lacks this version, and replicas that wait for its weights finish no groups."""
+        if self._showing is not None and not self._showing.done():
+            return
+        await self._settle()
         try:
-            newest = await self._sink.newest()
-            if newest is None or newest < version:
+            if not await self._relay_has(version):
                 await self._publish(version)
         except PortError:
             return  # it is still down; the next look comes soon

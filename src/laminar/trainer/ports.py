@@ -53,6 +53,15 @@ class Learner(Protocol):
         ...
 
 
+class Written(Protocol):
+    """A version that has left the learner."""
+
+    @property
+    def stall_s(self) -> float:
+        """How long the learner stood still for it."""
+        ...
+
+
 class WeightSink(Protocol):
     """The relay, as the trainer sees it."""
 
@@ -61,7 +70,18 @@ class WeightSink(Protocol):
         ...
 
     async def publish(self, version: int, tensors: Mapping[str, Any]) -> float:
-        """Copy the weights out; returns the seconds that the learner stood still. Idempotent per version."""
+        """Copy the weights out, and wait until they can be seen; returns the seconds that the learner stood still.
+
+        Idempotent per version.
+        """
+        ...
+
+    async def write(self, version: int, tensors: Mapping[str, Any]) -> Written:
+        """Only the first half of `publish`: when it returns, the learner may change its weights. Idempotent."""
+        ...
+
+    async def complete(self, written: Any) -> None:
+        """The second half, for what `write` returned. If it raises a `PortError`, the version may never be seen."""
         ...
 
 
