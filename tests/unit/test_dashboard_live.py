@@ -4,6 +4,7 @@ import os
 import pty
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,17 +75,24 @@ def test_drawing_twice_a_second_costs_less_than_three_percent_of_a_core():
     assert 2 * sorted(costs)[len(costs) // 2] < 0.03
 
 
+async def until(condition: Callable[[], bool], within_s: float = 30.0) -> None:
+    """Let the event loop go on until the condition holds."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110 - what is on a terminal has no event
+            await asyncio.sleep(0.005)
+
+
 async def test_watch_writes_plain_lines_where_there_is_no_terminal(tmp_path: Path):
     events, out, stop = synthetic_events(), io.StringIO(), asyncio.Event()
     write_events(tmp_path, events[:1_000])
     watching = asyncio.create_task(watch(tmp_path, stop, out=out, every_s=0.01, clock=lambda: events[1_000]["t"]))
-    await asyncio.sleep(0.05)
+    await until(lambda: len(out.getvalue().splitlines()) > 5)
     num_early = len(out.getvalue().splitlines())
     write_events(tmp_path, events)
     stop.set()
     view = await watching
     lines = out.getvalue().splitlines()
-    assert 5 < num_early < len(lines)
+    assert num_early < len(lines)
     assert "\x1b" not in out.getvalue()
     assert lines[-1].endswith("run finished")
     assert (view.step, view.exit_reason) == (40, "finished")
@@ -134,25 +142,23 @@ async def test_watch_draws_on_a_terminal_and_gives_it_back(tmp_path: Path):
     with _Terminal() as terminal:
         at = events[2_000]["t"]
         watching = asyncio.create_task(watch(tmp_path, stop, out=terminal.out, every_s=0.02, clock=lambda: at))
-        await asyncio.sleep(0.1)
+        await until(lambda: "replica-2" in terminal.shown)
         write_events(tmp_path, events)
-        await asyncio.sleep(0.1)
+        await until(lambda: "finished" in terminal.shown)
         stop.set()
         await watching
-        shown = await terminal.shown()
-    assert "replica-2" in shown
-    assert shown.count("\x1b[?25l") == shown.count("\x1b[?25h") == 1
-    assert "finished" in shown
+        await until(lambda: "\x1b[?25h" in terminal.shown)
+    assert terminal.shown.count("\x1b[?25l") == terminal.shown.count("\x1b[?25h") == 1
 
 
 async def test_a_cancelled_watch_gives_the_terminal_back(tmp_path: Path):
     with _Terminal() as terminal:
         watching = asyncio.create_task(watch(tmp_path, asyncio.Event(), out=terminal.out, every_s=0.02))
-        await asyncio.sleep(0.05)
+        await until(lambda: "\x1b[?25l" in terminal.shown)
         watching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await watching
-        assert (await terminal.shown()).count("\x1b[?25h") == 1
+        await until(lambda: "\x1b[?25h" in terminal.shown)
 
 
 class _Terminal:
@@ -160,7 +166,7 @@ class _Terminal:
 
     def __enter__(self) -> "_Terminal":
         self._master, slave = pty.openpty()
-        self._shown = b""
+        self._read_bytes = b""
         self.out = os.fdopen(slave, "w")
         asyncio.get_running_loop().add_reader(self._master, self._read)
         return self
@@ -170,12 +176,12 @@ class _Terminal:
         self.out.close()
         os.close(self._master)
 
-    async def shown(self) -> str:
-        await asyncio.sleep(0.05)
-        return self._shown.decode()
+    @property
+    def shown(self) -> str:
+        return self._read_bytes.decode(errors="ignore")
 
     def _read(self) -> None:
-        self._shown += os.read(self._master, 1 << 16)
+        self._read_bytes += os.read(self._master, 1 << 16)
 
 
 def test_status_of_a_folder_without_a_run_names_the_folder(tmp_path: Path):
