@@ -450,6 +450,32 @@ async def test_a_relay_that_lost_its_weights_gets_them_again_while_the_trainer_w
     assert len(world.buffer.trained) == 20
 
 
+async def test_weights_between_two_versions_are_never_published(world, monkeypatch):
+    monkeypatch.setattr("laminar.trainer.loop.SAMPLE_SLICE_S", 0.02)
+    loop, step, sample = world.loop(), world.learner.step, world.buffer.sample
+    num_empty = 0
+
+    def step_and_lose_what_the_relay_had(groups):
+        if not world.learner.seen:
+            world.buffer.ready.clear()
+            world.sink.published.clear()
+        return step(groups)
+
+    async def sample_and_count(*what):
+        nonlocal num_empty
+        groups = await sample(*what)
+        num_empty += not groups
+        if num_empty == 5:
+            world.buffer.ready.set()
+        return groups
+
+    world.learner.step, world.buffer.sample = step_and_lose_what_the_relay_had, sample_and_count
+    await loop.run()
+    assert num_empty == 5, "the trainer waited in the middle of its first iteration"
+    assert sorted(world.sink.published) == [1, 2, 3, 4, 5]
+    assert all(len(tensors["seen"]) == 4 * version for version, tensors in world.sink.published.items())
+
+
 async def test_training_goes_on_without_a_relay_and_the_next_version_is_published(world):
     loop, step = world.loop(), world.learner.step
 

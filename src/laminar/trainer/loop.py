@@ -139,7 +139,8 @@ class TrainerLoop:
                 )
                 if groups:
                     return groups
-                await self._refill_relay(version - 1)
+                if part == 0:
+                    await self._refill_relay(version - 1)
         raise RunFailed(
             f"the trainer waited {deadline_s:g} s (trainer.batch_deadline_s) for {what}, and the replicas did not "
             "finish them; nothing is lost, resume when generation works, with a longer deadline if it is merely slow"
@@ -234,7 +235,10 @@ class TrainerLoop:
         return newest is not None and newest >= version
 
     async def _refill_relay(self, version: int) -> None:
-        """A relay that was restarted lacks this version, and replicas that wait for its weights finish no groups."""
+        """A relay that was restarted lacks this version, and replicas that wait for its weights finish no groups.
+
+        Only before the first update of an iteration: after it the learner's weights are no version.
+        """
         if self._showing is not None and not self._showing.done():
             return
         await self._settle()
