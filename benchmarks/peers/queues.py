@@ -169,7 +169,7 @@ PEERS: dict[str, Callable[[float], Awaitable[float]]] = {
 
 def measure_peers(seconds: float, *, with_transfer_queue: bool) -> dict[str, Any]:
     """All of them in turns, in one Ray instance; ratios are ours over theirs."""
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         names = [name for name in PEERS if with_transfer_queue or name != "transfer_queue"]
         rates = {name: asyncio.run(PEERS[name](seconds)) for name in names}  # type: ignore[arg-type]
