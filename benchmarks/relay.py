@@ -118,7 +118,10 @@ def over_ray(model: Model, repeat: int) -> dict[str, float]:
     num_bytes = sum(tensor.nbytes for tensor in model.values())
     ray.init(
         address="local",
-        num_cpus=2, object_store_memory=4 * num_bytes + (200 << 20), include_dashboard=False, logging_level="ERROR"
+        num_cpus=2,
+        object_store_memory=4 * num_bytes + (200 << 20),
+        include_dashboard=False,
+        logging_level="ERROR",
     )
 
     @ray.remote
