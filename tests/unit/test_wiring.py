@@ -1,16 +1,34 @@
 """Configuration keys reach the part that they are for."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from laminar.cluster import builders
-from laminar.cluster.launcher import check_gpus, gpus_of
-from laminar.cluster.wiring import data_rules, manager_rules, replica_rules, useful_batch
+from laminar.cluster.launcher import check_gpus
+from laminar.cluster.machine import this_machine
+from laminar.cluster.machines import Machines
+from laminar.cluster.wiring import (
+    data_rules,
+    learner_need,
+    manager_rules,
+    replica_need,
+    replica_rules,
+    useful_batch,
+)
 from laminar.config.loading import parse_config
 from laminar.config.run_config import RepackConfig, RunConfig
 from laminar.scheduling.roofline import HARDWARE
 from laminar.schema.errors import UserError
+from laminar.telemetry.events import NullEvents
+
+
+def machines(*num_gpus: float) -> Machines:
+    known = Machines(NullEvents(), room_wait_s=0.0)
+    for number, gpus in enumerate(num_gpus):
+        known.add(replace(this_machine(Path(), gpus), name=f"m{number}" if number else ""))
+    return known
 
 
 def config(**sections: Any) -> RunConfig:
@@ -82,11 +100,11 @@ def test_processes_on_cuda_are_given_gpus_and_may_share_one() -> None:
         rollout={"engine": on_gpu, "gpus_per_replica": 0.25, "num_replicas": 2},
         trainer={"device": "cuda", "gpus": 0.5},
     )
-    assert [gpus_of(build, run) for build in (builders.trainer, builders.replica, builders.data)] == [0.5, 0.25, 0.0]
-    check_gpus(run, 2, available=1.0)
+    assert (learner_need(run).num_gpus, replica_need(run).num_gpus) == (0.5, 0.25)
+    check_gpus(run, 2, machines(1.0))
     with pytest.raises(UserError, match=r"need 1 GPUs but this machine has 0"):
-        check_gpus(run, 2, available=0.0)
+        check_gpus(run, 2, machines(0.0))
 
 
 def test_a_run_on_the_cpu_needs_no_gpu() -> None:
-    check_gpus(config(), 2, available=0.0)
+    check_gpus(config(), 2, machines(0.0))

@@ -62,6 +62,7 @@ def ray_instance(namespace: str) -> Iterator[Path]:
 
 def _init(namespace: str, scratch: Path) -> None:
     ray.init(
+        address="local",  # not a cluster that this machine belongs to, or that RAY_ADDRESS names
         num_cpus=1,  # our actors ask for none; this keeps Ray from starting a worker per core in advance
         include_dashboard=False,
         object_store_memory=OBJECT_STORE_BYTES,
@@ -71,6 +72,11 @@ def _init(namespace: str, scratch: Path) -> None:
         configure_logging=True,
         _temp_dir=str(scratch / "ray"),
     )
+
+
+def num_gpus_here() -> float:
+    """GPUs of the instance."""
+    return float(ray.cluster_resources().get("GPU", 0.0))  # type: ignore[no-untyped-call]
 
 
 def _say_nothing(*_: object, **__: object) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from laminar.cluster.control import Scale, control_socket
-from laminar.cluster.instance import ray_instance
+from laminar.cluster.instance import num_gpus_here, ray_instance
 from laminar.cluster.launcher import Launcher
+from laminar.cluster.machine import this_machine
+from laminar.cluster.machines import Machines
 from laminar.cluster.run_folder import RunFacts
 from laminar.cluster.shell import Place
 from laminar.config.run_config import RunConfig
@@ -48,9 +50,12 @@ def train(config: RunConfig, folder: Path, facts: RunFacts, resume_step: int | N
             num_steps=config.trainer.num_steps,
             step=resume_step or 0,
         )
+        machines = Machines(events, room_wait_s=config.manager.start_timeout_s)
+        machines.add(this_machine(scratch, num_gpus_here()))
         reason = "failed"
         try:
-            asyncio.run(_train(Launcher(config, place, resume_step, events), events, watch, folder, scratch))
+            launcher = Launcher(config, place, machines, resume_step, events)
+            asyncio.run(_train(launcher, events, watch, folder, scratch))
             reason = "finished"
         except LaminarError as error:
             reason = str(error)
