@@ -7,7 +7,7 @@ replica when the manager says so, both where `scheduling.placement` says.
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec.structs import replace
 
@@ -27,6 +27,9 @@ from laminar.schema.errors import LaminarError, PortError, RunFailed, UserError
 from laminar.schema.fleet import KnownFleet
 from laminar.telemetry.events import EventLog
 from laminar.telemetry.waits import Waits
+
+if TYPE_CHECKING:
+    from laminar.cluster.joined import JoinedCluster
 
 SERVICES: Final[dict[str, Builder]] = {
     "data": builders.data,
@@ -52,11 +55,18 @@ class Launcher:
     """The processes of one run; `run` returns when training is done, `scale` works meanwhile."""
 
     def __init__(
-        self, config: RunConfig, place: Place, machines: Machines, resume_step: int | None, events: EventLog
+        self,
+        config: RunConfig,
+        place: Place,
+        machines: Machines,
+        resume_step: int | None,
+        events: EventLog,
+        cluster: "JoinedCluster | None" = None,
     ) -> None:
         self._config = config
         self._place = place
         self._machines = machines
+        self._cluster = cluster
         self._resume_step = resume_step
         self._events = events
         self._waits = Waits("launcher", events)
@@ -76,7 +86,21 @@ class Launcher:
         ends:       then; or when a service failed too often, or the manager gives up
         """
         try:
+            async with asyncio.TaskGroup() as around:
+                keeping = around.create_task(self._cluster.run()) if self._cluster else None
+                await self._run_parts()
+                if keeping is not None:
+                    keeping.cancel()
+        except* LaminarError as errors:
+            raise _first(errors) from None
+
+    async def _run_parts(self) -> None:
+        """Everything that lives on machines, from its start to its end."""
+        try:
+            if self._cluster is not None:
+                await self._cluster.ready()
             check_gpus(self._config, self._num_replicas, self._machines)
+            await self._machines.place("trainer", learner_need(self._config))  # before replicas take the room
             async with asyncio.TaskGroup() as self._group:
                 self._spawn(self._follow_machines())
                 for name in ("data", "manager"):
@@ -86,8 +110,6 @@ class Launcher:
                 await self._finish()
                 for task in self._tasks:
                     task.cancel()
-        except* LaminarError as errors:
-            raise _first(errors) from None
         finally:
             await self._stop_all()
 
@@ -204,7 +226,9 @@ class Launcher:
 
     def _spec(self, machine: Machine, incarnation: int) -> Spec:
         place = replace(self._place, sockets=machine.sockets, events=machine.events)
-        return Spec(config=self._config, place=place, incarnation=incarnation)
+        near_learner = self._machines.machine_of("trainer") is machine
+        chain = self._cluster.chain_place(machine, near_learner=near_learner) if self._cluster else None
+        return Spec(config=self._config, place=place, incarnation=incarnation, chain=chain)
 
     def _known_fleet(self) -> KnownFleet:
         running = dict(self._replicas.keys())

@@ -2,6 +2,13 @@
 
 EVENTS = "events.jsonl"
 """What happened, one event a line, appended by all processes of the run."""
+
+
+def events_of(machine: str) -> str:
+    """The file of what happened on another machine than the launcher's: only local appends are whole lines."""
+    return f"events.{machine}.jsonl"
+
+
 METRICS = "metrics.jsonl"
 """One line per training step."""
 CONFIG = "config.yaml"

@@ -1,0 +1,192 @@
+"""The nodes of a Ray cluster as machines of the run: an agent on each, for as long as both live.
+
+Invariant: what is in `Machines` has an agent that answers and sees the run folder. A node that comes is looked at
+within `LOOK_S`, one whose agent is lost is no machine any more; if Ray still has the node, it comes anew, under another
+name.
+"""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from msgspec import Struct
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from laminar.cluster import builders
+from laminar.cluster.agent import MachineFacts
+from laminar.cluster.guardian import MARK
+from laminar.cluster.life import Life, LifeLost, PingRules
+from laminar.cluster.machine import Machine
+from laminar.cluster.machines import Machines
+from laminar.cluster.ports import first_line, port_to
+from laminar.cluster.shell import Spec
+from laminar.schema.errors import LaminarError, PeerLost, UserError
+from laminar.telemetry.events import Events
+from laminar.telemetry.files import EVENTS, events_of
+
+LOOK_S: Final = 2.0
+"""Time between two looks at which nodes there are."""
+
+
+class Node(Struct, frozen=True, kw_only=True):
+    """A node that Ray calls alive; one that lost its power stays so for some fifteen seconds."""
+
+    node_id: str
+    host: str
+    address: str
+    num_gpus: float
+
+
+class ClusterNodes:
+    """Call `run`; `settled` is set when every node of the first look is a machine or was refused."""
+
+    def __init__(self, machines: Machines, spec: Spec, pings: PingRules, events: Events) -> None:
+        self._machines = machines
+        self._spec = spec
+        self._pings = pings
+        self._events = events
+        self._tended: set[str] = set()
+        self._undecided: set[str] = set()
+        self._refused: dict[str, LaminarError] = {}
+        self._num_agents = 0
+        self._num_named: Counter[str] = Counter()
+        self._killing: set[asyncio.Future[None]] = set()
+        self._home = str(ray.get_runtime_context().get_node_id())
+        self.settled = asyncio.Event()
+
+    async def run(self) -> None:
+        """Tend the nodes.
+
+        waits for:  time; ends: never, cancelled with the run, and all agents end then
+        """
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for node in await live_nodes():
+                    if node.node_id not in self._tended:
+                        self._tended.add(node.node_id)
+                        self._undecided.add(node.node_id)
+                        group.create_task(self._tend(node))
+                await asyncio.sleep(LOOK_S)
+
+    def check(self) -> None:
+        """Once settled: raise `UserError` if a machine cannot be used, as a user who starts a run wants to know."""
+        for host, error in self._refused.items():
+            raise UserError(f"machine {host} of the Ray cluster cannot be used: {error}")
+
+    async def _tend(self, node: Node) -> None:
+        """One life of an agent.
+
+        waits for:  the end of the agent; ends: with it
+        """
+        self._num_agents += 1
+        agent = f"agent-{self._num_agents}"
+        try:
+            life = await Life.begin(agent, builders.machine, self._spec, self._bare(node))
+        except LifeLost as error:
+            await self._refuse(node, error)
+            return
+        ready = asyncio.Event()
+        living = asyncio.ensure_future(life.run(lambda pid: None, self._pings, lambda pid: ready.set()))
+        readying = asyncio.ensure_future(ready.wait())
+        try:
+            await asyncio.wait([living, readying], return_when=asyncio.FIRST_COMPLETED)
+            if living.done():
+                await living
+            await self._use(node, agent, living)
+        except LaminarError as error:
+            await self._refuse(node, error)
+        finally:
+            self._decided(node)
+            for task in (living, readying):
+                task.cancel()
+            await asyncio.wait([living, readying])
+            life.kill()
+
+    async def _use(self, node: Node, agent: str, living: "asyncio.Future[None]") -> None:
+        """The node is a machine of the run until its agent ends. Raises what makes it useless."""
+        facts: MachineFacts = await port_to(self._spec.place.run_id, agent).look()
+        machine = self._machine(node, facts.sockets, agent)
+        if node.node_id == self._home:
+            self._machines.near = machine.name
+        self._machines.add(machine)
+        self._decided(node)
+        self._events.emit("machine_joined", machine=machine.name, host=node.host, num_gpus=node.num_gpus)
+        try:
+            await living
+            reason = "its agent returned"
+        except LaminarError as error:
+            reason = str(error)
+        finally:
+            self._machines.remove(machine)
+        self._events.emit("machine_lost", machine=machine.name, reason=reason)
+        self._tended.discard(node.node_id)
+
+    async def _refuse(self, node: Node, error: LaminarError) -> None:
+        if node.node_id in {live.node_id for live in await live_nodes()}:
+            self._refused[node.host] = error
+            self._events.emit("machine_refused", host=node.host, reason=str(error))
+
+    def _decided(self, node: Node) -> None:
+        self._undecided.discard(node.node_id)
+        if not self._undecided:
+            self.settled.set()
+
+    def _bare(self, node: Node) -> Machine:
+        """What is known of a machine before its agent lives; the agent itself is killed by Ray alone."""
+        return Machine(
+            name=node.host,
+            host=node.host,
+            address=node.address,
+            sockets=Path(),
+            num_gpus=node.num_gpus,
+            kill=lambda pid: None,
+            options={"scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)},
+        )
+
+    def _machine(self, node: Node, sockets: Path, agent: str) -> Machine:
+        self._num_named[node.host] += 1
+        number = self._num_named[node.host]
+        name = node.host if number == 1 else f"{node.host}-{number}"
+        return Machine(
+            name=name,
+            host=node.host,
+            address=node.address,
+            sockets=sockets,
+            num_gpus=node.num_gpus,
+            kill=lambda pid: self._kill(agent, pid),
+            events=EVENTS if node.node_id == self._home else events_of(name),
+            options={
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False),
+                "runtime_env": {"env_vars": {MARK: str(sockets)}},  # by which the guardian there knows what is ours
+            },
+        )
+
+    def _kill(self, agent: str, pid: int) -> None:
+        """Begin to have a process killed."""
+        task = asyncio.ensure_future(self._call_kill(agent, pid))
+        self._killing.add(task)
+        task.add_done_callback(self._killing.discard)
+
+    async def _call_kill(self, agent: str, pid: int) -> None:
+        try:
+            await port_to(self._spec.place.run_id, agent).kill(pid)
+        except PeerLost:
+            return  # then the agent's guardian kills all that there is
+        except LaminarError as error:
+            self._events.emit("command_failed", reason=f"process {pid} was not killed: {first_line(error)}")
+
+
+async def live_nodes() -> list[Node]:
+    """As Ray knows them."""
+    return [_node(row) for row in await asyncio.to_thread(ray.nodes) if row["Alive"]]
+
+
+def _node(row: dict[str, Any]) -> Node:
+    return Node(
+        node_id=row["NodeID"],
+        host=row["NodeManagerHostname"],
+        address=row["NodeManagerAddress"],
+        num_gpus=float(row["Resources"].get("GPU", 0.0)),
+    )
