@@ -27,6 +27,7 @@ from laminar.telemetry.vocabulary import (
     Step,
     Taken,
     Trajectory,
+    WeightsArrived,
 )
 
 
@@ -109,6 +110,8 @@ def _shows_work(fact: Fact, victim: Process) -> bool:
             return name == victim.name and incarnation > victim.incarnation
         case Published():
             return victim.name == "relay"
+        case WeightsArrived(relay_id=name):
+            return name == victim.name
         case Step():
             return victim.name == "trainer"
         case Claimed() | Taken() | Trajectory() | Adopted():

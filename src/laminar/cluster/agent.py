@@ -6,6 +6,8 @@ the folder of their sockets is removed. So the loss of the agent is the loss of 
 
 import asyncio
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -58,9 +60,15 @@ class MachineAgent:
         await asyncio.to_thread(kill_marked, pid, str(self._scratch))
 
 
-def write_marker(place: Place) -> None:
-    """Before the machines look for it."""
-    (place.folder / MARKER).write_text(_words(place), encoding="ascii")
+@contextmanager
+def marker(place: Place) -> Iterator[None]:
+    """What all machines must see in the run folder, for the time of the context."""
+    path = place.folder / MARKER
+    path.write_text(_words(place), encoding="ascii")
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _sees_marker(place: Place) -> bool:

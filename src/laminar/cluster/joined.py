@@ -4,7 +4,7 @@ import asyncio
 
 import ray
 
-from laminar.cluster.agent import write_marker
+from laminar.cluster.agent import marker
 from laminar.cluster.life import PingRules
 from laminar.cluster.machine import Machine
 from laminar.cluster.machines import Machines
@@ -25,10 +25,10 @@ class JoinedCluster:
 
     async def run(self) -> None:
         """Keep machines and chain; ends: never, cancelled when all that lives on the machines has ended."""
-        write_marker(self._spec.place)
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._nodes.run())
-            group.create_task(self._chain.run())
+        with marker(self._spec.place):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._nodes.run())
+                group.create_task(self._chain.run())
 
     async def ready(self) -> None:
         """Return when every node of the cluster is a machine of the run. Raises `UserError` if one cannot be."""

@@ -5,7 +5,7 @@ EVENTS = "events.jsonl"
 
 
 def events_of(machine: str) -> str:
-    """The file of what happened on another machine than the launcher's: only local appends are whole lines."""
+    """What happened on another machine than the launcher's: processes of one machine only append whole lines."""
     return f"events.{machine}.jsonl"
 
 
