@@ -30,9 +30,12 @@ class RayNodes:
         return self._cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
 
     def processes_of(self, node: Any) -> list[psutil.Process]:
-        """The node's raylet, and all that it started."""
-        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
-        return [raylet, *raylet.children(recursive=True)]
+        """The node's raylet, and all that it started; nothing if it is dead."""
+        try:
+            raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+            return [raylet, *raylet.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
 
     def kill(self, node: Any) -> None:
         """The machine loses its power."""
@@ -43,8 +46,12 @@ class RayNodes:
     def workers(self) -> list[psutil.Process]:
         """Processes of actors, on all nodes."""
         nodes = [self.head, *self._cluster.worker_nodes]
-        everything = [process for node in nodes for process in self.processes_of(node)]
-        return [process for process in everything if process.name().startswith("ray::Shell")]
+        found = []
+        for process in (process for node in nodes for process in self.processes_of(node)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith("ray::Shell"):
+                    found.append(process)
+        return found
 
     def shutdown(self) -> None:
         """End all of it."""

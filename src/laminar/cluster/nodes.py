@@ -1,8 +1,8 @@
 """The nodes of a Ray cluster as machines of the run: an agent on each, for as long as both live.
 
 Invariant: what is in `Machines` has an agent that answers and sees the run folder. A node that comes is looked at
-within `LOOK_S`, one whose agent is lost is no machine any more; if Ray still has the node, it comes anew, under another
-name.
+within `LOOK_S`, one whose agent is lost is no machine any more; if Ray still has the node later, it comes anew, under
+another name.
 """
 
 import asyncio
@@ -30,8 +30,12 @@ LOOK_S: Final = 2.0
 """Time between two looks at which nodes there are."""
 
 
+LOOK_AGAIN_S: Final = 20.0
+"""After the loss of an agent: Ray calls a node that lost its power alive for some fifteen seconds."""
+
+
 class Node(Struct, frozen=True, kw_only=True):
-    """A node that Ray calls alive; one that lost its power stays so for some fifteen seconds."""
+    """A node that Ray calls alive."""
 
     node_id: str
     host: str
@@ -50,7 +54,6 @@ class ClusterNodes:
         self._tended: set[str] = set()
         self._undecided: set[str] = set()
         self._refused: dict[str, LaminarError] = {}
-        self._num_agents = 0
         self._num_named: Counter[str] = Counter()
         self._killing: set[asyncio.Future[None]] = set()
         self._home = str(ray.get_runtime_context().get_node_id())
@@ -63,11 +66,11 @@ class ClusterNodes:
         """
         async with asyncio.TaskGroup() as group:
             while True:
-                for node in await live_nodes():
+                for node in sorted(await live_nodes(), key=lambda node: node.node_id != self._home):
                     if node.node_id not in self._tended:
                         self._tended.add(node.node_id)
                         self._undecided.add(node.node_id)
-                        group.create_task(self._tend(node))
+                        group.create_task(self._tend(node, self._new_name(node)))
                 await asyncio.sleep(LOOK_S)
 
     def check(self) -> None:
@@ -75,13 +78,18 @@ class ClusterNodes:
         for host, error in self._refused.items():
             raise UserError(f"machine {host} of the Ray cluster cannot be used: {error}")
 
-    async def _tend(self, node: Node) -> None:
+    def _new_name(self, node: Node) -> str:
+        """Names are numbered where a host has several nodes, or comes again, and never used twice."""
+        self._num_named[node.host] += 1
+        number = self._num_named[node.host]
+        return node.host if number == 1 else f"{node.host}-{number}"
+
+    async def _tend(self, node: Node, name: str) -> None:
         """One life of an agent.
 
         waits for:  the end of the agent; ends: with it
         """
-        self._num_agents += 1
-        agent = f"agent-{self._num_agents}"
+        agent = f"agent-{name}"
         try:
             life = await Life.begin(agent, builders.machine, self._spec, self._bare(node))
         except LifeLost as error:
@@ -94,7 +102,7 @@ class ClusterNodes:
             await asyncio.wait([living, readying], return_when=asyncio.FIRST_COMPLETED)
             if living.done():
                 await living
-            await self._use(node, agent, living)
+            await self._use(node, name, living)
         except LaminarError as error:
             await self._refuse(node, error)
         finally:
@@ -104,10 +112,10 @@ class ClusterNodes:
             await asyncio.wait([living, readying])
             life.kill()
 
-    async def _use(self, node: Node, agent: str, living: "asyncio.Future[None]") -> None:
+    async def _use(self, node: Node, name: str, living: "asyncio.Future[None]") -> None:
         """The node is a machine of the run until its agent ends. Raises what makes it useless."""
-        facts: MachineFacts = await port_to(self._spec.place.run_id, agent).look()
-        machine = self._machine(node, facts.sockets, agent)
+        facts: MachineFacts = await port_to(self._spec.place.run_id, f"agent-{name}").look()
+        machine = self._machine(node, name, facts.sockets)
         if node.node_id == self._home:
             self._machines.near = machine.name
         self._machines.add(machine)
@@ -121,6 +129,8 @@ class ClusterNodes:
         finally:
             self._machines.remove(machine)
         self._events.emit("machine_lost", machine=machine.name, reason=reason)
+        if node.node_id != self._home:
+            await asyncio.sleep(LOOK_AGAIN_S)
         self._tended.discard(node.node_id)
 
     async def _refuse(self, node: Node, error: LaminarError) -> None:
@@ -145,17 +155,14 @@ class ClusterNodes:
             options={"scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)},
         )
 
-    def _machine(self, node: Node, sockets: Path, agent: str) -> Machine:
-        self._num_named[node.host] += 1
-        number = self._num_named[node.host]
-        name = node.host if number == 1 else f"{node.host}-{number}"
+    def _machine(self, node: Node, name: str, sockets: Path) -> Machine:
         return Machine(
             name=name,
             host=node.host,
             address=node.address,
             sockets=sockets,
             num_gpus=node.num_gpus,
-            kill=lambda pid: self._kill(agent, pid),
+            kill=lambda pid: self._kill(f"agent-{name}", pid),
             events=EVENTS if node.node_id == self._home else events_of(name),
             options={
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False),

@@ -1,0 +1,100 @@
+"""One run over several machines: nodes of one Ray cluster, each with its own relay, that come and die meanwhile."""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import run_kit as kit
+from ray_kit import RayNodes, ray_nodes
+
+from laminar.cluster.instance import SCRATCH_PREFIX
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+ENDLESS = (*kit.SMALL, "trainer.num_steps=100000", "trainer.checkpoint.every_steps=5", "evaluation.num_prompts=0")
+
+
+def test_a_run_uses_the_machines_of_a_cluster_as_they_come_and_outlives_those_that_die(tmp_path: Path) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    with ray_nodes() as cluster:
+        second = cluster.add()
+        address = f"cluster.address={cluster.address}"
+        with kit.training(str(kit.RECIPE), *ENDLESS, address, "--out", str(run), log=log) as process:
+
+            def until(what: str, condition: Callable[[], object]) -> None:
+                kit.wait_for(what, condition, process, log)
+
+            until("work on both machines", lambda: len(working(run)) == 2)
+            first, other = machines(run)
+            cluster.add()
+            until("a third machine", lambda: len(machines(run)) == 3)
+            assert scale(run, 3).returncode == 0
+            cluster.kill(second)
+            (moved,) = [replica for (replica, _), machine in placed(run).items() if machine == other]
+            until("work on the third machine", lambda: machines(run)[2] in working(run))
+            until("the next life of the replica that was lost", lambda: (moved, 2) in placed(run))
+            assert [event["machine"] for event in kit.events(run, "machine_lost")] == [other]
+            assert placed(run)[moved, 2] != other
+            assert "2 relays" in laminar("relay", "status", str(run)).stdout
+            assert f", on {first}" in laminar("status", str(run)).stdout
+            steps = kit.last_step(run)
+            until("further steps", lambda: kit.last_step(run) >= steps + 3)
+            (frozen, *_) = [event["pid"] for event in kit.events(run, "replica_started") if event["machine"] != other]
+            kill_launcher(process, cluster, frozen)
+
+        more = f"trainer.num_steps={kit.last_step(run) + 3}"
+        with kit.training("--resume", str(run), more, log=log) as process:
+            kit.finish(process, log)
+        assert left_of_run(cluster) == []
+    assert kit.audit(run)["problems"] == []
+    assert kit.summary(run)["exit_reason"] == "finished"
+
+
+def machines(run: Path) -> list[str]:
+    """The launcher's is the first; all nodes have the same host here, so the others are numbered."""
+    return sorted(event["machine"] for event in kit.events(run, "machine_joined"))
+
+
+def working(run: Path) -> set[str]:
+    """Machines on which a replica has finished a batch under weights that it took from its own machine's relay."""
+    with_relay = {e["machine"] for e in kit.events(run, "service_ready") if e["service"] == f"relay-{e['machine']}"}
+    done = {tuple(event["lease_id"].split("/")[:2]) for event in kit.events(run, "batch_done")}
+    return {machine for (name, life), machine in placed(run).items() if (name, str(life)) in done} & with_relay
+
+
+def placed(run: Path) -> dict[tuple[str, int], str]:
+    """The machine of each life of each replica."""
+    started = kit.events(run, "replica_started")
+    return {(event["replica_id"], event["incarnation"]): event["machine"] for event in started}
+
+
+def scale(run: Path, num_replicas: int) -> subprocess.CompletedProcess[str]:
+    return laminar("scale", str(run), "--replicas", str(num_replicas))
+
+
+def laminar(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(kit.laminar(*args), capture_output=True, text=True, timeout=kit.DEADLINE_S)
+
+
+def kill_launcher(process: subprocess.Popen[bytes], cluster: RayNodes, frozen: int) -> None:
+    """SIGKILL, while one process of the run is frozen: what the run had on all machines ends, and nothing else."""
+    os.kill(frozen, signal.SIGSTOP)
+    process.kill()
+    process.wait(kit.DEADLINE_S)
+    give_up_s = time.monotonic() + kit.DEADLINE_S
+    while left := left_of_run(cluster):
+        assert time.monotonic() < give_up_s, left
+        time.sleep(0.05)
+
+
+def left_of_run(cluster: RayNodes) -> list[str]:
+    """Processes of actors, and folders of processes that are gone."""
+    folders = Path(tempfile.gettempdir()).glob(f"{SCRATCH_PREFIX}*-*")
+    stale = [str(f) for f in folders if not psutil.pid_exists(int(f.name.split("-")[1]))]
+    return [str(worker) for worker in cluster.workers()] + stale
