@@ -13,6 +13,7 @@ import pytest
 import run_kit as kit
 from ray_kit import RayNodes, ray_nodes
 
+from laminar.chaos.session import ChaosSession
 from laminar.cluster.instance import SCRATCH_PREFIX
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -45,9 +46,12 @@ def test_a_run_uses_the_machines_of_a_cluster_as_they_come_and_outlives_those_th
             assert f", on {first}" in laminar("status", str(run)).stdout
             steps = kit.last_step(run)
             until("further steps", lambda: kit.last_step(run) >= steps + 3)
-            (frozen, *_) = [event["pid"] for event in kit.events(run, "replica_started") if event["machine"] != other]
-            kill_launcher(process, cluster, frozen)
+            assert scale(run, 0).returncode == 2, "less than manager.min_replicas"
+            assert scale(run, 2).returncode == 0
+            until("a replica less", lambda: kit.events(run, "replica_retired"))
+            kill_launcher(process, cluster, live_replica(run))
 
+        assert scale(run, 2).returncode == 2, "nobody listens any more"
         more = f"trainer.num_steps={kit.last_step(run) + 3}"
         with kit.training("--resume", str(run), more, log=log) as process:
             kit.finish(process, log)
@@ -72,6 +76,11 @@ def placed(run: Path) -> dict[tuple[str, int], str]:
     """The machine of each life of each replica."""
     started = kit.events(run, "replica_started")
     return {(event["replica_id"], event["incarnation"]): event["machine"] for event in started}
+
+
+def live_replica(run: Path) -> int:
+    """Process id of a replica that works."""
+    return next(process.pid for name, process in ChaosSession(run).live.items() if name.startswith("replica-"))
 
 
 def scale(run: Path, num_replicas: int) -> subprocess.CompletedProcess[str]:
