@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import ray
 from msgspec import Struct
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from laminar.cluster import builders
@@ -22,7 +23,7 @@ from laminar.cluster.machine import Machine
 from laminar.cluster.machines import Machines
 from laminar.cluster.ports import first_line, port_to
 from laminar.cluster.shell import Spec
-from laminar.schema.errors import LaminarError, PeerLost, UserError
+from laminar.schema.errors import LaminarError, PeerLost, RunFailed, UserError
 from laminar.telemetry.events import Events
 from laminar.telemetry.files import EVENTS, events_of
 
@@ -56,17 +57,22 @@ class ClusterNodes:
         self._refused: dict[str, LaminarError] = {}
         self._num_named: Counter[str] = Counter()
         self._killing: set[asyncio.Future[None]] = set()
+        self._resume = f"go on with: laminar train --resume {spec.place.folder}"
         self._home = str(ray.get_runtime_context().get_node_id())
         self.settled = asyncio.Event()
 
     async def run(self) -> None:
         """Tend the nodes.
 
-        waits for:  time; ends: never, cancelled with the run, and all agents end then
+        waits for:  time
+        ends:       cancelled with the run, and all agents end then; with `RunFailed` if Ray is gone where we are
         """
         async with asyncio.TaskGroup() as group:
             while True:
-                for node in sorted(await live_nodes(), key=lambda node: node.node_id != self._home):
+                nodes = sorted(await live_nodes(), key=lambda node: node.node_id != self._home)
+                if not nodes or nodes[0].node_id != self._home:
+                    raise RunFailed(f"Ray has died on the machine of the launcher; start it again, then {self._resume}")
+                for node in nodes:
                     if node.node_id not in self._tended:
                         self._tended.add(node.node_id)
                         self._undecided.add(node.node_id)
@@ -186,8 +192,12 @@ class ClusterNodes:
 
 
 async def live_nodes() -> list[Node]:
-    """As Ray knows them."""
-    return [_node(row) for row in await asyncio.to_thread(ray.nodes) if row["Alive"]]
+    """As Ray knows them. Raises `RunFailed` if it does not answer any more."""
+    try:
+        rows = await asyncio.to_thread(ray.nodes)
+    except RayError as error:
+        raise RunFailed(f"the Ray cluster does not answer any more: {first_line(error)}") from None
+    return [_node(row) for row in rows if row["Alive"]]
 
 
 def _node(row: dict[str, Any]) -> Node:
