@@ -35,8 +35,9 @@ class MachineFacts(Struct, frozen=True, kw_only=True):
 class MachineAgent:
     """Fulfils `cluster.shell.Service`; `scratch` is the folder of this machine."""
 
-    def __init__(self, place: Place, scratch: Path) -> None:
+    def __init__(self, place: Place, scratch: Path, *, see_s: float = SEE_S) -> None:
         self._place = place
+        self._see_s = see_s
         self._scratch = scratch
 
     async def run(self) -> None:
@@ -45,7 +46,7 @@ class MachineAgent:
 
     async def look(self) -> MachineFacts:
         """Raises `UserError` if the run folder is not the same one here as where the launcher is."""
-        give_up_s = asyncio.get_running_loop().time() + SEE_S
+        give_up_s = asyncio.get_running_loop().time() + self._see_s
         while not _sees_marker(self._place):
             if asyncio.get_running_loop().time() > give_up_s:
                 raise UserError(

@@ -100,7 +100,7 @@ class Launcher:
             if self._cluster is not None:
                 await self._cluster.ready()
             check_gpus(self._config, self._num_replicas, self._machines)
-            await self._machines.place("trainer", learner_need(self._config))  # before replicas take the room
+            await self._reserve()
             async with asyncio.TaskGroup() as self._group:
                 self._spawn(self._follow_machines())
                 for name in ("data", "manager"):
@@ -112,6 +112,13 @@ class Launcher:
                     task.cancel()
         finally:
             await self._stop_all()
+
+    async def _reserve(self) -> None:
+        """The learner gets its room before replicas take it."""
+        learner, replica = learner_need(self._config), replica_need(self._config)
+        check_room("the learner (trainer.gpus)", learner, 1, self._machines)
+        await self._machines.place("trainer", learner)
+        check_room("a replica (rollout.gpus_per_replica)", replica, self._num_replicas, self._machines)
 
     async def scale(self, num_replicas: int) -> None:
         """There shall be so many replicas from now on; raises `UserError` if that cannot be."""
@@ -336,4 +343,14 @@ def check_gpus(config: RunConfig, num_replicas: int, machines: Machines) -> None
         raise UserError(
             f"the learner and {num_replicas} replicas need {needed:g} GPUs but {have} {machines.num_gpus:g}; lower "
             "trainer.gpus and rollout.gpus_per_replica to let them share, or rollout.num_replicas"
+        )
+
+
+def check_room(what: str, need: Need, num: int, machines: Machines) -> None:
+    """Raise `UserError` if there are GPUs enough, but not enough of them on one machine."""
+    room = machines.num_that_fit(need)
+    if room < num:
+        raise UserError(
+            f"{what} needs {need.num_gpus:g} GPUs of one machine; {num} of them are asked for, and there is room for "
+            f"{room:g}"
         )

@@ -24,6 +24,7 @@ from laminar.telemetry.vocabulary import (
     MachineLost,
     MachineRefused,
     PeerRefused,
+    ProcessEnded,
     Published,
     Pulled,
     Repack,
@@ -275,6 +276,12 @@ def _replica_lost(view: RunView, fact: ReplicaLost) -> None:
     _notice(view, fact.t, f"{fact.replica_id} lost{_because(fact.reason)}")
 
 
+def _process_ended(view: RunView, fact: ProcessEnded) -> None:
+    replica = _life(view, fact.replica_id, fact.incarnation, fact.t)
+    if replica is not None and replica.health != "retired":
+        _end(replica, "lost")
+
+
 def _replica_retired(view: RunView, fact: ReplicaRetired) -> None:
     _end(_replica(view, fact.replica_id), "retired")
     _notice(view, fact.t, f"{fact.replica_id} retired{_because(fact.reason)}")
@@ -378,6 +385,7 @@ _HANDLERS: dict[type[Fact], Any] = {
     MachineRefused: _machine_refused,
     MachineGivenUp: _machine_given_up,
     ReplicaLost: _replica_lost,
+    ProcessEnded: _process_ended,
     ReplicaRetired: _replica_retired,
     ServiceLost: _service_lost,
     ServiceReady: _service_ready,
