@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from laminar.cluster.ports import ActorReplicas, AllRelays, port_to, replica_name
+from laminar.cluster.ports import RELAY, ActorReplicas, AllRelays, port_to, replica_name
 from laminar.cluster.run_folder import CHECKPOINTS
 from laminar.cluster.shell import Place, Service, Spec
 from laminar.schema.fleet import KnownFleet
@@ -34,7 +34,7 @@ async def relay(spec: Spec) -> AsyncIterator[Service]:
     from laminar.relay.member import ChainMember, ChainRules
     from laminar.relay.service import RelayService
 
-    source = spec.chain.relay_id if spec.chain else "relay"
+    source = spec.chain.relay_id if spec.chain else RELAY
     async with _events(spec.place, source) as events:
         service = RelayService(
             socket_path=relay_socket(spec.place),
@@ -91,7 +91,7 @@ async def manager(spec: Spec) -> AsyncIterator[Service]:
             fleet=spec.fleet or KnownFleet(num_replicas=spec.config.rollout.num_replicas),
             replicas=ActorReplicas(namespace),
             data=port_to(namespace, "data"),
-            relay=AllRelays(namespace),
+            relay=AllRelays(namespace) if spec.chain else port_to(namespace, RELAY),
             events=events,
         )
 

@@ -150,7 +150,7 @@ class Launcher:
         """
         while True:
             for name, machine in self._machines.present.items():
-                if name not in self._with_relay:
+                if name not in self._with_relay and self._wants_relay(machine):
                     self._with_relay.add(name)
                     self._spawn(self._keep_relay(machine))
             for life in (*self._services.values(), *self._replicas.values()):
@@ -159,13 +159,25 @@ class Launcher:
             await self._machines.changed()
 
     async def _keep_relay(self, machine: Machine) -> None:
-        """The relay of a machine.
+        """The relay of a machine; one of several machines is left if there can be no relay.
 
         waits for:  the relay's loop to end, which it must not; ends: with the machine
         """
-        await self._keep(relay_name(machine.name), machine)
-        if self._is_there(machine):
-            raise RunFailed("the loop of the relay returned; it must run until it is stopped")
+        try:
+            await self._keep(relay_name(machine.name), machine)
+            if self._is_there(machine):
+                raise RunFailed("the loop of the relay returned; it must run until it is stopped")
+        except (RunFailed, UserError) as error:
+            if len(self._machines.present) == 1:
+                raise
+            reason = str(error).removesuffix(f" ({self._resume_hint()})")
+            self._events.emit("machine_given_up", machine=machine.name, reason=reason)
+            machine.leave()
+
+    def _wants_relay(self, machine: Machine) -> bool:
+        """Whether replicas can stand there, or the learner does."""
+        has_room = machine.num_gpus >= replica_need(self._config).num_gpus
+        return has_room or self._machines.machine_of("trainer") is machine
 
     def _is_there(self, machine: Machine) -> bool:
         return self._machines.present.get(machine.name) is machine

@@ -18,7 +18,7 @@ class Machine:
 
     `address` is where others reach it, `sockets` a folder there with a short path, `events` the file of the run folder
     that its processes write to, `options` what Ray must be told to start an actor there, `kill` ends a process there
-    even if it is frozen.
+    even if it is frozen, `leave` makes the run do without the machine, where it can.
     """
 
     name: str
@@ -29,6 +29,7 @@ class Machine:
     kill: Callable[[int], None]
     events: str = EVENTS
     options: Mapping[str, Any] = field(default_factory=dict)
+    leave: Callable[[], None] = lambda: None
 
 
 def this_machine(sockets: Path, num_gpus: float) -> Machine:

@@ -7,6 +7,7 @@ another name.
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -54,6 +55,7 @@ class ClusterNodes:
         self._events = events
         self._tended: set[str] = set()
         self._undecided: set[str] = set()
+        self._left: set[str] = set()
         self._refused: dict[str, LaminarError] = {}
         self._num_named: Counter[str] = Counter()
         self._killing: set[asyncio.Future[None]] = set()
@@ -97,7 +99,7 @@ class ClusterNodes:
         """
         agent = f"agent-{name}"
         try:
-            life = await Life.begin(agent, builders.machine, self._spec, self._bare(node))
+            life = await Life.begin(agent, builders.machine, self._spec, self._bare(node, name))
         except LifeLost as error:
             await self._refuse(node, error)
             return
@@ -108,7 +110,7 @@ class ClusterNodes:
             await asyncio.wait([living, readying], return_when=asyncio.FIRST_COMPLETED)
             if living.done():
                 await living
-            await self._use(node, name, living)
+            await self._use(node, name, life, living)
         except LaminarError as error:
             await self._refuse(node, error)
         finally:
@@ -118,10 +120,10 @@ class ClusterNodes:
             await asyncio.wait([living, readying])
             life.kill()
 
-    async def _use(self, node: Node, name: str, living: "asyncio.Future[None]") -> None:
+    async def _use(self, node: Node, name: str, life: Life, living: "asyncio.Future[None]") -> None:
         """The node is a machine of the run until its agent ends. Raises what makes it useless."""
         facts: MachineFacts = await port_to(self._spec.place.run_id, f"agent-{name}").look()
-        machine = self._machine(node, name, facts.sockets)
+        machine = self._machine(node, name, facts.sockets, lambda: self._leave(node, life))
         if node.node_id == self._home:
             self._machines.near = machine.name
         self._machines.add(machine)
@@ -137,7 +139,7 @@ class ClusterNodes:
         self._events.emit("machine_lost", machine=machine.name, reason=reason)
         if node.node_id != self._home:
             await asyncio.sleep(LOOK_AGAIN_S)
-        self._tended.discard(node.node_id)
+        self._tended -= {node.node_id} - self._left
 
     async def _refuse(self, node: Node, error: LaminarError) -> None:
         if node.node_id in {live.node_id for live in await live_nodes()}:
@@ -149,10 +151,10 @@ class ClusterNodes:
         if not self._undecided:
             self.settled.set()
 
-    def _bare(self, node: Node) -> Machine:
+    def _bare(self, node: Node, name: str) -> Machine:
         """What is known of a machine before its agent lives; the agent itself is killed by Ray alone."""
         return Machine(
-            name=node.host,
+            name=name,
             host=node.host,
             address=node.address,
             sockets=Path(),
@@ -161,7 +163,12 @@ class ClusterNodes:
             options={"scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False)},
         )
 
-    def _machine(self, node: Node, name: str, sockets: Path) -> Machine:
+    def _leave(self, node: Node, agent: Life) -> None:
+        """For good: with its agent all ends that the run has there."""
+        self._left.add(node.node_id)
+        agent.machine_is_lost()
+
+    def _machine(self, node: Node, name: str, sockets: Path, leave: Callable[[], None]) -> Machine:
         return Machine(
             name=name,
             host=node.host,
@@ -169,6 +176,7 @@ class ClusterNodes:
             sockets=sockets,
             num_gpus=node.num_gpus,
             kill=lambda pid: self._kill(f"agent-{name}", pid),
+            leave=leave,
             events=EVENTS if node.node_id == self._home else events_of(name),
             options={
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node.node_id, soft=False),

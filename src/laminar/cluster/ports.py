@@ -14,6 +14,7 @@ CALL_DEADLINE_S = 30.0
 
 
 RELAY = "relay"
+"""Actor name of the only relay, and how those of several machines begin."""
 
 
 class ActorPort:
