@@ -44,13 +44,13 @@ class RayNodes:
                 process.kill()
 
     def workers(self) -> list[psutil.Process]:
-        """Processes of actors, on all nodes."""
+        """Processes of actors and what they started, on all nodes."""
         nodes = [self.head, *self._cluster.worker_nodes]
         found = []
         for process in (process for node in nodes for process in self.processes_of(node)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.name().startswith("ray::Shell"):
-                    found.append(process)
+                    found += [process, *process.children(recursive=True)]
         return found
 
     def shutdown(self) -> None:

@@ -102,6 +102,7 @@ class Launcher:
             check_gpus(self._config, self._num_replicas, self._machines)
             await self._reserve()
             async with asyncio.TaskGroup() as self._group:
+                self._look_at_machines()
                 self._spawn(self._follow_machines())
                 for name in ("data", "manager"):
                     self._spawn(self._keep_for_ever(name))
@@ -144,19 +145,23 @@ class Launcher:
     # ---- machines
 
     async def _follow_machines(self) -> None:
-        """A relay for each machine that comes; what lived on one that goes is lost.
+        """Look at them again and again.
 
         waits for:  a change of machines; ends: cancelled when training is done
         """
         while True:
-            for name, machine in self._machines.present.items():
-                if name not in self._with_relay and self._wants_relay(machine):
-                    self._with_relay.add(name)
-                    self._spawn(self._keep_relay(machine))
-            for life in (*self._services.values(), *self._replicas.values()):
-                if not self._is_there(life.machine):
-                    life.machine_is_lost()
+            self._look_at_machines()
             await self._machines.changed()
+
+    def _look_at_machines(self) -> None:
+        """A relay for each machine that has come; what lived on one that is gone is lost."""
+        for name, machine in self._machines.present.items():
+            if name not in self._with_relay and self._wants_relay(machine):
+                self._with_relay.add(name)
+                self._spawn(self._keep_relay(machine))
+        for life in (*self._services.values(), *self._replicas.values()):
+            if not self._is_there(life.machine):
+                life.machine_is_lost()
 
     async def _keep_relay(self, machine: Machine) -> None:
         """The relay of a machine; one of several machines is left if there can be no relay.
