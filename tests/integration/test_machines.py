@@ -63,8 +63,11 @@ def test_a_run_uses_the_machines_of_a_cluster_as_they_come_and_outlives_those_th
         with kit.training("--resume", str(run), more, log=log) as process:
             kit.finish(process, log)
         nothing_is_left_of(cluster)
-    assert kit.audit(run)["problems"] == []
+    report = kit.audit(run)
+    assert report["problems"] == []
+    assert report["counts"]["trained"] == kit.last_step(run) * 4 * 8
     assert kit.summary(run)["exit_reason"] == "finished"
+    assert (run / "export" / "model.safetensors").is_file()
 
 
 def machines(run: Path) -> list[str]:
