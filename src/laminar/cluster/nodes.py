@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from laminar.cluster import builders
 from laminar.cluster.agent import MachineFacts
 from laminar.cluster.guardian import MARK
-from laminar.cluster.life import Life, LifeLost, PingRules
+from laminar.cluster.life import Life, PingRules
 from laminar.cluster.machine import Machine
 from laminar.cluster.machines import Machines
 from laminar.cluster.ports import first_line, port_to
@@ -93,16 +93,27 @@ class ClusterNodes:
         return node.host if number == 1 else f"{node.host}-{number}"
 
     async def _tend(self, node: Node, name: str) -> None:
-        """One life of an agent.
+        """Use a node as long as it can be used; then let the next look find it anew, unless it was left or refused.
 
-        waits for:  the end of the agent; ends: with it
+        waits for:  the end of its agent; ends: with it, and some time later if Ray may not know yet that it is gone
         """
-        agent = f"agent-{name}"
         try:
-            life = await Life.begin(agent, builders.machine, self._spec, self._bare(node, name))
-        except LifeLost as error:
+            await self._live(node, name)
+        except LaminarError as error:
             await self._refuse(node, error)
             return
+        finally:
+            self._decided(node)
+        if node.node_id != self._home:
+            await asyncio.sleep(LOOK_AGAIN_S)
+        self._tended -= {node.node_id} - self._left
+
+    async def _live(self, node: Node, name: str) -> None:
+        """One life of an agent; raises what kept the node from being of use.
+
+        waits for:  the end of the agent; ends: with it, and kills what may be left of it
+        """
+        life = await Life.begin(f"agent-{name}", builders.machine, self._spec, self._bare(node, name))
         ready = asyncio.Event()
         living = asyncio.ensure_future(life.run(lambda pid: None, self._pings, lambda pid: ready.set()))
         readying = asyncio.ensure_future(ready.wait())
@@ -111,10 +122,7 @@ class ClusterNodes:
             if living.done():
                 await living
             await self._use(node, name, life, living)
-        except LaminarError as error:
-            await self._refuse(node, error)
         finally:
-            self._decided(node)
             for task in (living, readying):
                 task.cancel()
             await asyncio.wait([living, readying])
@@ -137,9 +145,6 @@ class ClusterNodes:
         finally:
             self._machines.remove(machine)
         self._events.emit("machine_lost", machine=machine.name, reason=reason)
-        if node.node_id != self._home:
-            await asyncio.sleep(LOOK_AGAIN_S)
-        self._tended -= {node.node_id} - self._left
 
     async def _refuse(self, node: Node, error: LaminarError) -> None:
         if node.node_id in {live.node_id for live in await live_nodes()}:
