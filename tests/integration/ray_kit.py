@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from laminar.cluster.instance import QUIET
+from laminar.cluster.instance import QUIET, UNSHARED
 
 NODE = {"num_cpus": 1, "object_store_memory": 80_000_000, "include_dashboard": False}
 
@@ -62,7 +62,7 @@ class RayNodes:
 def ray_nodes() -> Iterator[RayNodes]:
     """A cluster for the time of the context."""
     before = dict(os.environ)
-    os.environ.update(QUIET)
+    os.environ.update(QUIET | UNSHARED)
     folder = tempfile.mkdtemp(prefix="ray-")
     nodes = RayNodes(folder)
     try:

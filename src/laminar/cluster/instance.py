@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -33,7 +33,6 @@ QUIET = {
     # Ray runs its workers at nice 15: anything else on the machine would go before the trainer and the manager's ticks.
     "RAY_worker_niceness": "0",
     "RAY_enable_metrics_collection": "0",
-    "RAY_AUTH_MODE": "disabled",
     "GRPC_VERBOSITY": "NONE",
     # glibc copies past the cache only above 40 MB or so; weights are many tensors of a few MB, a third faster this way
     # (benchmarks/relay.py).
@@ -43,6 +42,9 @@ QUIET = {
     "MKL_NUM_THREADS": "1",
 }
 """Environment of every process of the run, where the user has not set it."""
+
+UNSHARED = {"RAY_AUTH_MODE": "disabled"}
+"""What an own instance needs besides; a cluster keeps the way in that its user chose."""
 
 
 FOR_WORKERS = ("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -55,7 +57,7 @@ ANSWER_S = 5.0
 @contextmanager
 def ray_instance(namespace: str) -> Iterator[Path]:
     """Run Ray on this machine for the time of the context; yields a scratch folder with short paths for sockets."""
-    with scratch_folder() as scratch, _connected():
+    with scratch_folder() as scratch, _connected(QUIET | UNSHARED):
         _start(namespace, scratch)
         yield scratch
 
@@ -66,17 +68,21 @@ def ray_cluster(namespace: str, address: str) -> Iterator[Path]:
 
     Yields a scratch folder as `ray_instance` does. Our actors end with the connection, the cluster lives on.
     """
-    with scratch_folder() as scratch, _connected():
+    found = _bootstrap_address(address)
+    with scratch_folder() as scratch, _connected(QUIET):
         try:
             ray.init(
-                address=_bootstrap_address(address),
+                address=found,
                 namespace=namespace,
                 log_to_driver=False,
                 logging_level=logging.CRITICAL,
                 runtime_env={"env_vars": {name: os.environ[name] for name in FOR_WORKERS}},
             )
         except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"cluster.address: {address} cannot be used: {first_line(error)}") from None
+            raise UserError(
+                f"cluster.address: {address} cannot be used: {first_line(error)} (RAY_AUTH_MODE must be the same here "
+                "as where Ray was started)"
+            ) from None
         yield scratch
 
 
@@ -90,9 +96,9 @@ def scratch_folder(*, is_launcher: bool = True) -> Iterator[Path]:
 
 
 @contextmanager
-def _connected() -> Iterator[None]:
+def _connected(environment: Mapping[str, str]) -> Iterator[None]:
     """In the environment that Ray and our processes need; disconnects at the end."""
-    for name, value in QUIET.items():
+    for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:
         # Ray prints a paragraph on every process that dies; the run's own events say it in a line.
@@ -142,14 +148,19 @@ def check(address: str | None) -> None:
 
 
 def _bootstrap_address(address: str) -> str:
-    """`HOST:PORT` of the cluster, where somebody answers."""
-    try:
-        found = ray._private.services.canonicalize_bootstrap_address(address)
-    except (ConnectionError, ValueError):
+    """`HOST:PORT` of the cluster, where somebody answers.
+
+    `auto` is what `ray start` left word of on this machine; Ray's own `auto` takes any instance that it finds running,
+    also that of another run.
+    """
+    found = address
+    if address == "auto":
+        found = os.environ.get("RAY_ADDRESS") or ray._private.utils.read_ray_address()
+    if not found:
         raise UserError(
             "cluster.address: auto finds no Ray cluster that this machine belongs to; start one with ray start --head"
-        ) from None
-    host, _, port = str(found).rpartition(":")
+        )
+    host, _, port = found.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
     except (OSError, ValueError) as error:
@@ -157,7 +168,7 @@ def _bootstrap_address(address: str) -> str:
             f"cluster.address: no Ray cluster answers at {found} ({error}); start one with ray start --head, or give "
             "the address that it printed"
         ) from None
-    return str(found)
+    return found
 
 
 def check_shared_memory() -> None:
