@@ -14,6 +14,9 @@ from typing import Any
 
 import psutil
 
+from laminar.telemetry.files import EVENTS
+from laminar.telemetry.reading import read_events
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "gcd.yaml"
 
 SMALL = (
@@ -52,11 +55,8 @@ def training(*args: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def events(run: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    """Events of a run so far; a torn last line is left out."""
-    path = run / "events.jsonl"
-    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-    found = [json.loads(line) for line in lines]
-    return [event for event in found if kind is None or event["kind"] == kind]
+    """Events of a run so far, on all its machines; a torn last line is left out."""
+    return [event for event in read_events(run / EVENTS) if kind is None or event["kind"] == kind]
 
 
 def wait_for(what: str, condition: Callable[[], Any], process: subprocess.Popen[bytes], log: Path) -> Any:

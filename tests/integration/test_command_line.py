@@ -48,6 +48,7 @@ def test_help_comes_at_once_and_loads_nothing_heavy() -> None:
         ("task.path=no_such_module:Task", "no_such_module"),
         ("task.options={largest: 3}", "largest"),
         ("rollout.engine.kind=torchh", "rollout.engine"),
+        ("cluster.address=127.0.0.1:1", "no Ray cluster answers at"),
         ("nonsense", "must look like"),
     ],
 )

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,6 +16,9 @@ from hypothesis import strategies as st
 from laminar.chaos.faults import Fault, FaultKind, RandomFaults, inject
 from laminar.chaos.processes import Process, live_processes
 from laminar.chaos.recovery import recovery, step_spans, touching
+from laminar.chaos.session import ChaosSession
+from laminar.schema.errors import UserError
+from laminar.telemetry.events import EventLog
 from laminar.telemetry.vocabulary import Fact, to_facts
 
 
@@ -98,6 +103,19 @@ def test_what_is_frozen_or_slow_for_a_while_runs_on_afterwards(sleeper: Process,
 def test_nobody_is_hit_if_the_target_is_not_there(sleeper: Process):
     assert inject(Fault(kind=FaultKind.KILL, target="data"), {"relay": sleeper}) is None
     assert psutil.Process(sleeper.pid).is_running()
+
+
+def test_what_runs_on_another_machine_is_not_hit_from_here(tmp_path: Path, sleeper: Process):
+    with EventLog(tmp_path / "events.jsonl", "launcher") as log:
+        log.emit("run_started", run_id="r", name="n", num_replicas=2, num_steps=9)
+        for name, host in (("replica-0", "another-host"), ("replica-1", socket.gethostname())):
+            log.emit("replica_started", replica_id=name, incarnation=1, pid=sleeper.pid, host=host)
+    session = ChaosSession(tmp_path)
+    with pytest.raises(UserError, match=r"replica-0 runs on another-host; run laminar chaos .* there"):
+        session.strike(Fault(kind=FaultKind.KILL, target="replica-0"))
+    assert psutil.Process(sleeper.pid).status() != psutil.STATUS_ZOMBIE
+    session.strike(Fault(kind=FaultKind.KILL, target="replica-1"))
+    assert psutil.Process(sleeper.pid).wait(timeout=10) is not None
 
 
 LOAD = {"version": 1, "lease_id": None, "num_running": 0, "num_waiting": 0, "num_acting": 0, "kv_fraction": 0.0}

@@ -21,6 +21,10 @@ def place(tmp_path: Path) -> tuple[Path, Path]:
     return run, scratch
 
 
+def path_of(run: Path) -> str:
+    return (run / ADDRESS).read_text().split("\n")[0]
+
+
 async def obey(question: Scale) -> None:
     match question.num_replicas:
         case 0:
@@ -42,7 +46,7 @@ async def test_what_is_asked_is_done_or_refused_in_the_words_of_the_launcher(pla
 async def test_only_the_same_user_may_ask_and_nothing_is_left_when_the_run_ends(place: tuple[Path, Path]):
     run, scratch = place
     async with control_socket(run, scratch, obey):
-        assert stat.S_IMODE(os.stat((run / ADDRESS).read_text()).st_mode) == 0o600
+        assert stat.S_IMODE(os.stat(path_of(run)).st_mode) == 0o600
     assert not (run / ADDRESS).exists()
     with pytest.raises(UserError, match="is not a run that is alive"):
         ask(run, Scale(num_replicas=1))
@@ -50,8 +54,15 @@ async def test_only_the_same_user_may_ask_and_nothing_is_left_when_the_run_ends(
 
 async def test_an_address_that_a_dead_run_left_is_told_from_a_live_one(place: tuple[Path, Path]):
     run, scratch = place
-    (run / ADDRESS).write_text(str(scratch / "control"))
+    (run / ADDRESS).write_text(f"{scratch / 'control'}\n{socket.gethostname()}")
     with pytest.raises(UserError, match="is not alive"):
+        ask(run, Scale(num_replicas=1))
+
+
+async def test_who_asks_on_another_machine_is_told_where_the_run_was_started(place: tuple[Path, Path]):
+    run, scratch = place
+    (run / ADDRESS).write_text(f"{scratch / 'control'}\nanother-host")
+    with pytest.raises(UserError, match="was started on another-host"):
         ask(run, Scale(num_replicas=1))
 
 
@@ -62,7 +73,7 @@ async def test_nonsense_is_answered_and_the_next_question_is_heard(place: tuple[
     def send() -> dict[str, object]:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.settimeout(10)
-            sock.connect((run / ADDRESS).read_text())
+            sock.connect(path_of(run))
             sock.sendall(question)
             return dict(json.loads(sock.makefile("rb").readline()))
 

@@ -97,6 +97,25 @@ def test_status_of_a_live_run_names_replicas_and_whether_they_speak():
     assert "silent for 00:31, perhaps dead" in status_text(view, view.now + SILENT_AFTER_S + 1)
 
 
+def test_status_says_where_each_replica_is_if_there_are_several_machines():
+    def event(kind: str, **fields: object) -> dict[str, object]:
+        return {"t": 1.0, "source": "launcher", "kind": kind, **fields}
+
+    one = [
+        event("machine_joined", machine="gpu-1", host="gpu-1"),
+        event("replica_started", replica_id="replica-0", incarnation=1, machine="gpu-1", host="gpu-1"),
+    ]
+    assert "on gpu-1" not in status_text(fold(RunView(), to_facts(one)), 2.0)
+    two = [*one, event("machine_joined", machine="gpu-2", host="gpu-2")]
+    view = fold(RunView(), to_facts(two))
+    assert "replica-0: starting" in status_text(view, 2.0)
+    assert ", on gpu-1" in status_text(view, 2.0)
+    fold(view, to_facts([event("machine_lost", machine="gpu-1", reason="its power failed")]))
+    fold(view, to_facts([event("process_ended", replica_id="replica-0", incarnation=1)]))
+    assert "replica-0: lost" in status_text(view, 2.0)
+    assert "machine gpu-1 lost: its power failed" in status_text(view, 2.0)
+
+
 def test_the_chain_of_waits_ends_with_the_one_that_works():
     facts = list(to_facts(synthetic_events()))[:2_000]
     view = fold(RunView(), facts)

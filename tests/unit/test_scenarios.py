@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NUM_SCENARIOS = 14
+NUM_SCENARIOS = 15
 
 
 def test_every_scenario_of_the_operations_guide_has_a_test_that_exists() -> None:

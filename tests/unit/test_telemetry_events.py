@@ -13,6 +13,7 @@ import pytest
 
 from laminar.telemetry import events as events_module
 from laminar.telemetry.events import EventLog, MemoryEvents, NullEvents
+from laminar.telemetry.files import events_of
 from laminar.telemetry.reading import Tail, read_events, read_facts
 from laminar.telemetry.vocabulary import KINDS, Published, problem
 
@@ -269,3 +270,16 @@ def test_telemetry_is_light_to_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_events_of_all_machines_are_read_in_order_of_time_also_of_those_that_come_later(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "events.jsonl")
+    with EventLog(tmp_path / "events.jsonl", "trainer", clock=lambda: 2.0) as log:
+        log.emit("published", version=1)
+    assert [event["t"] for event in tail.read_new()] == [2.0]
+    for t, machine in ((3.0, "node-b"), (1.0, "node-c")):
+        with EventLog(tmp_path / events_of(machine), "replica-0", clock=lambda t=t: t) as log:
+            log.emit("pulled", replica_id="replica-0", incarnation=1, version=1)
+    assert [event["t"] for event in tail.read_new()] == [1.0, 3.0]
+    tail.close()
+    assert [fact.t for fact in read_facts(tmp_path / "events.jsonl")] == [1.0, 2.0, 3.0]

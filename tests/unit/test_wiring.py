@@ -1,16 +1,35 @@
 """Configuration keys reach the part that they are for."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from laminar.cluster import builders
-from laminar.cluster.launcher import check_gpus, gpus_of
-from laminar.cluster.wiring import data_rules, manager_rules, replica_rules, useful_batch
+from laminar.cluster.launcher import check_gpus, check_room
+from laminar.cluster.machine import this_machine
+from laminar.cluster.machines import Machines
+from laminar.cluster.wiring import (
+    data_rules,
+    learner_need,
+    manager_rules,
+    replica_need,
+    replica_rules,
+    useful_batch,
+)
 from laminar.config.loading import parse_config
 from laminar.config.run_config import RepackConfig, RunConfig
+from laminar.scheduling.placement import Need
 from laminar.scheduling.roofline import HARDWARE
 from laminar.schema.errors import UserError
+from laminar.telemetry.events import NullEvents
+
+
+def machines(*num_gpus: float) -> Machines:
+    known = Machines(NullEvents(), room_wait_s=0.0)
+    for number, gpus in enumerate(num_gpus):
+        known.add(replace(this_machine(Path(), gpus), name=f"m{number}" if number else ""))
+    return known
 
 
 def config(**sections: Any) -> RunConfig:
@@ -82,11 +101,25 @@ def test_processes_on_cuda_are_given_gpus_and_may_share_one() -> None:
         rollout={"engine": on_gpu, "gpus_per_replica": 0.25, "num_replicas": 2},
         trainer={"device": "cuda", "gpus": 0.5},
     )
-    assert [gpus_of(build, run) for build in (builders.trainer, builders.replica, builders.data)] == [0.5, 0.25, 0.0]
-    check_gpus(run, 2, available=1.0)
+    assert (learner_need(run).num_gpus, replica_need(run).num_gpus) == (0.5, 0.25)
+    check_gpus(run, 2, machines(1.0))
     with pytest.raises(UserError, match=r"need 1 GPUs but this machine has 0"):
-        check_gpus(run, 2, available=0.0)
+        check_gpus(run, 2, machines(0.0))
+
+
+@pytest.mark.parametrize("address", ["here", "host:", ":6379x", "autos"])
+def test_an_address_of_a_cluster_is_auto_or_host_and_port(address: str) -> None:
+    assert config(cluster={"address": "gpu-1:6379"}).cluster.address == "gpu-1:6379"
+    with pytest.raises(UserError, match=r"cluster\.address.*auto, HOST:PORT"):
+        config(cluster={"address": address})
+
+
+def test_gpus_that_lie_on_different_machines_are_not_room_for_one_replica() -> None:
+    need = Need(num_gpus=2, is_replica=True)
+    check_room("a replica", need, 2, machines(2.0, 3.0))
+    with pytest.raises(UserError, match=r"a replica needs 2 GPUs of one machine; 2 .* asked for, .* room for 1"):
+        check_room("a replica", need, 2, machines(2.0, 1.0, 1.0))
 
 
 def test_a_run_on_the_cpu_needs_no_gpu() -> None:
-    check_gpus(config(), 2, available=0.0)
+    check_gpus(config(), 2, machines(0.0))

@@ -18,11 +18,12 @@ from laminar.telemetry.vocabulary import (
 
 
 class Process(Struct, frozen=True, kw_only=True):
-    """One life of a part of the run: `replica-1`, `relay`, `data`, `manager`, `trainer`."""
+    """One life of a part of the run: `replica-1`, `relay`, `data`, `manager`, `trainer`; `host` is where, if known."""
 
     name: str
     incarnation: int
     pid: int
+    host: str = ""
 
 
 def live_processes(facts: Iterable[Fact]) -> Mapping[str, Process]:
@@ -32,10 +33,11 @@ def live_processes(facts: Iterable[Fact]) -> Mapping[str, Process]:
         match fact:
             case RunStarted() | Resumed() | RunFinished():
                 live.clear()
-            case ReplicaStarted(replica_id=name, incarnation=incarnation, pid=pid):
-                live[name] = Process(name=name, incarnation=incarnation, pid=pid)
-            case ServiceReady(service=name, incarnation=incarnation, pid=pid):
-                live[name] = Process(name=name, incarnation=incarnation, pid=pid)
+            case (
+                ReplicaStarted(replica_id=name, incarnation=incarnation, pid=pid, host=host)
+                | ServiceReady(service=name, incarnation=incarnation, pid=pid, host=host)
+            ):
+                live[name] = Process(name=name, incarnation=incarnation, pid=pid, host=host)
             case (
                 ProcessEnded(replica_id=name, incarnation=incarnation)
                 | ServiceLost(service=name, incarnation=incarnation)

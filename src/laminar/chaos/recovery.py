@@ -27,6 +27,7 @@ from laminar.telemetry.vocabulary import (
     Step,
     Taken,
     Trajectory,
+    WeightsArrived,
 )
 
 
@@ -108,7 +109,9 @@ def _shows_work(fact: Fact, victim: Process) -> bool:
         case Load(replica_id=name, incarnation=incarnation, phase="generating"):
             return name == victim.name and incarnation > victim.incarnation
         case Published():
-            return victim.name == "relay"
+            return victim.name.startswith("relay")
+        case WeightsArrived(relay_id=name):
+            return name == victim.name
         case Step():
             return victim.name == "trainer"
         case Claimed() | Taken() | Trajectory() | Adopted():

@@ -1,5 +1,6 @@
 """Faults on a live run, one after the other, each with its story from the event file."""
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,13 +53,20 @@ class ChaosSession:
         return dict(live_processes(self.facts))
 
     @property
+    def here(self) -> dict[str, Process]:
+        """Those on this machine; only they can be hit from here."""
+        return {name: process for name, process in self.live.items() if process.host in ("", socket.gethostname())}
+
+    @property
     def is_over(self) -> bool:
         """Whether the run has ended."""
         return bool(self.facts) and isinstance(self.facts[-1], RunFinished)
 
     def strike(self, fault: Fault) -> tuple[Process, float]:
-        """Carry a fault out; returns the victim and when. Raises `UserError` if no such part is alive."""
+        """Carry a fault out; returns the victim and when. Raises `UserError` if no such part is alive, or not here."""
         live = self.live
+        if fault.target in live and fault.target not in self.here:
+            raise UserError(f"{fault.target} runs on {live[fault.target].host}; run laminar chaos {self._run} there")
         at = time.time()
         victim = inject(fault, live)
         if victim is None:
@@ -92,7 +100,7 @@ def random_session(
     struck: list[tuple[Fault, Process, float]] = []
     while len(struck) < num_faults and not session.is_over:
         time.sleep(faults.pause_s())
-        live = sorted(session.live)
+        live = sorted(session.here)
         if not live:
             continue  # the run is over, or all that could be hit is being started
         fault = faults.pick(live)

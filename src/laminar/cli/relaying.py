@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def status(run: Path | None, keeper: str | None, secret_file: Path | None) -> None:
-    """Print what the relay of a live run holds, or a whole chain as its keeper knows it."""
+    """Print what the relay of a live run holds, or its whole chain, or that of a keeper."""
     if (run is None) == (keeper is None):
         raise UserError("give the folder of a live run, or --keeper HOST:PORT with --secret-file, not both")
     sys.stdout.write((_of_run(run) if run is not None else _of_chain(keeper or "", secret_file)) + "\n")
@@ -54,9 +54,16 @@ def bench_table(row: dict[str, Any]) -> str:
 def _of_run(run: Path) -> str:
     from laminar.relay.address import read_address
     from laminar.relay.client import ClientRules, RelayClient
+    from laminar.relay.keeper import look
     from laminar.relay.messages import GetStatus, RelayStatus
 
     address = read_address(run)
+    if address.keeper is not None:
+        host, port = address.keeper
+        try:
+            return chain_table(asyncio.run(look(host, port, address.secret)))
+        except PeerLost as error:
+            raise UserError(f"{run} is not a run that is alive: {error}") from None
 
     async def ask() -> RelayStatus:
         client = RelayClient(Path(address.socket_path), address.secret, ClientRules(connect_s=2.0))

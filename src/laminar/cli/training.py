@@ -40,7 +40,7 @@ def train(
         return
     from laminar.cluster import instance, run_folder
 
-    instance.check_shared_memory()
+    instance.check(config.cluster.address)
     folder = out or Path("runs") / recipe.stem
     facts = run_folder.create(folder, recipe, config, overwrite=overwrite)
     _run(config, folder, facts, None, plain)
@@ -56,7 +56,7 @@ def _resume(folder: Path, overrides: list[str], out: Path | None, plain: bool) -
     config = load_recipe(folder / "config.yaml", overrides)
     _extend_module_path(facts.module_path)
     _check(config)
-    instance.check_shared_memory()
+    instance.check(config.cluster.address)
     with run_folder.locked(folder):
         (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     # Without a checkpoint the run begins anew at step 0, with the prompts that it had drawn.

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
-from laminar.cluster.ports import ActorReplicas, port_to, replica_name
+from laminar.cluster.ports import RELAY, ActorReplicas, AllRelays, port_to, replica_name
 from laminar.cluster.run_folder import CHECKPOINTS
 from laminar.cluster.shell import Place, Service, Spec
 from laminar.schema.fleet import KnownFleet
@@ -18,8 +18,9 @@ from laminar.tasks.grading import AnyGrader
 from laminar.tasks.loading import build_task
 from laminar.tasks.protocol import InteractiveTask
 from laminar.telemetry.events import EventLog
-from laminar.telemetry.files import EVENTS, JOURNAL
+from laminar.telemetry.files import JOURNAL
 from laminar.telemetry.waits import Waits
+from laminar.trainer.ports import WeightSink
 
 FLUSH_EVENTS_S = 0.2
 """What a killed process did not write is at most so old."""
@@ -28,19 +29,34 @@ FLUSH_EVENTS_S = 0.2
 @asynccontextmanager
 async def relay(spec: Spec) -> AsyncIterator[Service]:
     """The process that holds weights in host memory."""
+    from laminar.cluster.relays import ChainedRelay
     from laminar.relay.address import RelayAddress, write_address
+    from laminar.relay.member import ChainMember, ChainRules
     from laminar.relay.service import RelayService
 
-    socket_path = relay_socket(spec.place)
-    address = RelayAddress(socket_path=str(socket_path), secret=spec.place.secret)
-    async with _events(spec.place, "relay") as events:
-        write_address(spec.place.folder, address)
-        yield RelayService(
-            socket_path=socket_path,
+    source = spec.chain.relay_id if spec.chain else RELAY
+    async with _events(spec.place, source) as events:
+        service = RelayService(
+            socket_path=relay_socket(spec.place),
             secret=spec.place.secret,
             keep_versions=spec.config.relay.keep_versions,
             events=events,
         )
+        if spec.chain is None:
+            address = RelayAddress(secret=spec.place.secret, socket_path=str(relay_socket(spec.place)))
+            write_address(spec.place.folder, address)
+            yield service
+        else:
+            rules = ChainRules(
+                relay_id=spec.chain.relay_id,
+                machine=spec.chain.machine,
+                host=spec.chain.address,
+                keeper_host=spec.chain.keeper[0],
+                keeper_port=spec.chain.keeper[1],
+                near_learner=spec.chain.near_learner,
+                deadline_s=spec.chain.deadline_s,
+            )
+            yield ChainedRelay(service, ChainMember(service, spec.place.secret, rules, events))
 
 
 @asynccontextmanager
@@ -75,7 +91,7 @@ async def manager(spec: Spec) -> AsyncIterator[Service]:
             fleet=spec.fleet or KnownFleet(num_replicas=spec.config.rollout.num_replicas),
             replicas=ActorReplicas(namespace),
             data=port_to(namespace, "data"),
-            relay=port_to(namespace, "relay"),
+            relay=AllRelays(namespace) if spec.chain else port_to(namespace, RELAY),
             events=events,
         )
 
@@ -83,7 +99,6 @@ async def manager(spec: Spec) -> AsyncIterator[Service]:
 @asynccontextmanager
 async def trainer(spec: Spec) -> AsyncIterator[Service]:
     """Learner, optimizer, checkpoints."""
-    from laminar.relay.publisher import WeightPublisher
     from laminar.trainer.checkpoints import Checkpoints
     from laminar.trainer.learner import TorchLearner
     from laminar.trainer.loop import TrainerLoop
@@ -91,7 +106,6 @@ async def trainer(spec: Spec) -> AsyncIterator[Service]:
     config, namespace = spec.config, spec.place.run_id
     async with AsyncExitStack() as stack:
         events = await stack.enter_async_context(_events(spec.place, "trainer"))
-        sink = WeightPublisher(relay_socket(spec.place), spec.place.secret, config.relay.dtype)
         learner = await asyncio.to_thread(
             lambda: TorchLearner(
                 config.model.path,
@@ -105,7 +119,7 @@ async def trainer(spec: Spec) -> AsyncIterator[Service]:
             evaluate_every=config.evaluation.every_steps if config.evaluation.num_prompts else None,
             learner=learner,
             buffer=port_to(namespace, "data"),
-            sink=await stack.enter_async_context(sink),
+            sink=await stack.enter_async_context(_sink(spec)),
             manager=port_to(namespace, "manager"),
             checkpoints=Checkpoints(spec.place.folder / CHECKPOINTS, config.trainer.checkpoint),
             events=events,
@@ -150,6 +164,16 @@ async def replica(spec: Spec) -> AsyncIterator[Service]:
         )
 
 
+@asynccontextmanager
+async def machine(spec: Spec) -> AsyncIterator[Service]:
+    """The agent of one machine; its folder of sockets, and what is left there of the run, end with it."""
+    from laminar.cluster.agent import MachineAgent
+    from laminar.cluster.instance import scratch_folder
+
+    with scratch_folder(is_launcher=False) as scratch:
+        yield MachineAgent(spec.place, scratch)
+
+
 def relay_socket(place: Place) -> Path:
     """Where the relay listens for the processes of its machine."""
     return place.sockets / "relay"
@@ -157,14 +181,35 @@ def relay_socket(place: Place) -> Path:
 
 @asynccontextmanager
 async def _events(place: Place, source: str) -> AsyncIterator[EventLog]:
-    """This process's voice in the run's event file."""
-    with EventLog(place.folder / EVENTS, source) as events:
+    """This process's voice in the event file of its machine."""
+    with EventLog(place.folder / place.events, source) as events:
         flusher = asyncio.ensure_future(events.run_flusher(FLUSH_EVENTS_S))
         try:
             yield events
         finally:
             flusher.cancel()
             await asyncio.wait([flusher])
+
+
+@asynccontextmanager
+async def _sink(spec: Spec) -> AsyncIterator[WeightSink]:
+    """Where the trainer's weights go: into the memory of its machine's relay, or to whichever relay leads the chain."""
+    from laminar.relay.keeper import ChainWatch
+    from laminar.relay.publisher import WeightPublisher
+    from laminar.relay.pushing import ChainPublisher
+
+    dtype, secret = spec.config.relay.dtype, spec.place.secret
+    async with WeightPublisher(relay_socket(spec.place), secret, dtype) as local:
+        if spec.chain is None:
+            yield local
+            return
+        watch = ChainWatch(*spec.chain.keeper, secret)
+        watching = asyncio.ensure_future(watch.run())
+        try:
+            yield ChainPublisher(watch, secret, dtype, local=local, local_id=spec.chain.relay_id)
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
 
 
 @asynccontextmanager

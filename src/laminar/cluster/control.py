@@ -18,7 +18,7 @@ from msgspec import Struct
 from laminar.schema.errors import LaminarError, PeerLost, RunFailed, UserError
 
 ADDRESS: Final = ".control"
-"""File of the run folder that holds the path of the socket while the run lives."""
+"""File of the run folder that holds the path of the socket, and the host it is on, while the run lives."""
 
 MAX_LINE: Final = 1 << 16
 READ_S: Final = 5.0
@@ -53,7 +53,7 @@ async def control_socket(folder: Path, scratch: Path, obey: Callable[[Scale], Aw
     path = scratch / "control"
     server = await asyncio.start_unix_server(serve, path, limit=MAX_LINE)
     os.chmod(path, 0o600)
-    (folder / ADDRESS).write_text(str(path), encoding="utf-8")
+    (folder / ADDRESS).write_text(f"{path}\n{socket.gethostname()}", encoding="utf-8")
     try:
         yield
     finally:
@@ -76,9 +76,11 @@ async def _answer(reader: asyncio.StreamReader, obey: Callable[[Scale], Awaitabl
 def ask(folder: Path, question: Scale) -> None:
     """Ask the live run of this folder. Raises `UserError` if there is none, or what the launcher refused."""
     try:
-        path = (folder / ADDRESS).read_text(encoding="utf-8")
-    except OSError:
+        path, host = (folder / ADDRESS).read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError):
         raise UserError(f"{folder} is not a run that is alive; start it with laminar train --resume {folder}") from None
+    if host != socket.gethostname():
+        raise UserError(f"the run of {folder} was started on {host}; ask there")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(ANSWER_S)
         try:

@@ -1,5 +1,7 @@
 """A small process that outlives the launcher by a moment: when the launcher is gone, however it went, so is the run.
 
+On a Ray cluster each machine has an agent (`cluster.agent`) that is guarded likewise, for what the run has there.
+
 Ray's own processes notice the death of their parent one after the other, some only after many seconds, and a run that
 is resumed meanwhile would share the machine with ghosts. The guardian holds one end of a pipe whose other end only the
 launcher holds; end of file means that the launcher has ended. Then it kills every process of the run, which it knows by
@@ -21,17 +23,26 @@ import psutil
 MARK = "LAMINAR_SCRATCH"
 """Environment variable that every process of a run inherits; its value is the run's scratch folder."""
 
+ORPHAN = "orphan"
+"""Argument of a guardian that is to have no parent."""
+
 NUM_SWEEPS = 3
 """A process may be born of one that is being killed."""
 
 
 @contextmanager
-def guarded(scratch: Path) -> Iterator[None]:
-    """Mark this process and all that it starts; whatever is left of them when the context or this process ends dies."""
+def guarded(scratch: Path, *, is_launcher: bool = True) -> Iterator[None]:
+    """Mark this process and all that it starts; whatever is left of them when the context or this process ends dies.
+
+    Not the launcher, but one of Ray's workers: the guardian then lets go of its parent, as Ray kills with a worker the
+    children that it has.
+    """
     os.environ[MARK] = str(scratch)
     ours, theirs = os.pipe()
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     command = [sys.executable, "-m", "laminar.cluster.guardian", str(ours), str(scratch), str(os.getpid())]
+    if not is_launcher:
+        command.append(ORPHAN)
     guardian = subprocess.Popen(
         command, pass_fds=[ours], env=environment, start_new_session=True, stdin=subprocess.DEVNULL
     )
@@ -42,6 +53,14 @@ def guarded(scratch: Path) -> Iterator[None]:
         os.environ.pop(MARK)
         os.close(theirs)
         guardian.wait()
+
+
+def kill_marked(pid: int, scratch: str) -> None:
+    """Kill one process, if it belongs to the run: its number may be another's by now."""
+    with suppress(psutil.Error):
+        process = psutil.Process(pid)
+        if _belongs(process, scratch):
+            process.kill()
 
 
 def marked(scratch: str, *, but: int) -> list[psutil.Process]:
@@ -60,13 +79,15 @@ def _belongs(process: psutil.Process, scratch: str) -> bool:
     return any(file.path.startswith(f"{scratch}/") for file in process.open_files())
 
 
-def main(pipe: int, scratch: str, launcher_pid: int) -> None:
+def main(pipe: int, scratch: str, launcher_pid: int, *, is_orphan: bool) -> None:
     """Wait for the launcher to end, then clear up.
 
     waits for:  end of file on the pipe <- the launcher closes it or dies; without a deadline, as long as the run
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    if is_orphan and os.fork():
+        os._exit(0)
     os.read(pipe, 1)
     for _ in range(NUM_SWEEPS):
         victims = marked(scratch, but=launcher_pid)
@@ -78,4 +99,4 @@ def main(pipe: int, scratch: str, launcher_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), is_orphan=ORPHAN in sys.argv[4:])

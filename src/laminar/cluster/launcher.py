@@ -1,37 +1,42 @@
 """Start the processes of a run, watch them, start them again, carry out the manager's orders, stop them all.
 
-Invariant: every process of the run is a child of the Ray instance that this process started; nothing outlives it. The
-death of any one of them does not end the run: a service is started again by `scheduling.restarts`, a replica when the
-manager says so.
+Invariant: every process of the run is an actor that this process started, on a machine that `Machines` knows; nothing
+outlives it. The death of any one of them does not end the run: a service is started again by `scheduling.restarts`, a
+replica when the manager says so, both where `scheduling.placement` says.
 """
 
 import asyncio
 from collections.abc import Coroutine, Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import ray
+from msgspec.structs import replace
 
 from laminar.cluster import builders
 from laminar.cluster.life import Life, LifeLost, PingRules
-from laminar.cluster.ports import port_to, replica_name
+from laminar.cluster.machine import Machine
+from laminar.cluster.machines import Machines
+from laminar.cluster.ports import port_to, relay_name, replica_name
 from laminar.cluster.shell import Builder, Place, Spec
-from laminar.cluster.wiring import ping_rules, restart_rules
+from laminar.cluster.wiring import learner_need, ping_rules, replica_need, restart_rules
 from laminar.config.run_config import RunConfig
 from laminar.insisting import insist
 from laminar.manager.orders import GiveUpOrder, KillOrder, StartOrder
+from laminar.scheduling.placement import Need
 from laminar.scheduling.restarts import after_failure
 from laminar.schema.errors import LaminarError, PortError, RunFailed, UserError
 from laminar.schema.fleet import KnownFleet
 from laminar.telemetry.events import EventLog
 from laminar.telemetry.waits import Waits
 
+if TYPE_CHECKING:
+    from laminar.cluster.joined import JoinedCluster
+
 SERVICES: Final[dict[str, Builder]] = {
-    "relay": builders.relay,
     "data": builders.data,
     "manager": builders.manager,
     "trainer": builders.trainer,
 }
-"""Every run has one of each; a relay will be one per machine."""
+"""Every run has one of each, and a relay on every machine."""
 
 STOP_S: Final = 5.0
 """Time that services get to close what they opened; then their processes are killed."""
@@ -49,9 +54,19 @@ RETRY_S: Final = 0.2
 class Launcher:
     """The processes of one run; `run` returns when training is done, `scale` works meanwhile."""
 
-    def __init__(self, config: RunConfig, place: Place, resume_step: int | None, events: EventLog) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        place: Place,
+        machines: Machines,
+        resume_step: int | None,
+        events: EventLog,
+        cluster: "JoinedCluster | None" = None,
+    ) -> None:
         self._config = config
         self._place = place
+        self._machines = machines
+        self._cluster = cluster
         self._resume_step = resume_step
         self._events = events
         self._waits = Waits("launcher", events)
@@ -59,6 +74,7 @@ class Launcher:
         self._num_replicas = config.rollout.num_replicas
         self._services: dict[str, Life] = {}
         self._replicas: dict[tuple[str, int], Life] = {}
+        self._with_relay: set[str] = set()
         self._last_lives: dict[str, int] = {}
         self._were_ready: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -70,26 +86,47 @@ class Launcher:
         ends:       then; or when a service failed too often, or the manager gives up
         """
         try:
-            check_gpus(self._config, self._num_replicas, available=_gpus_available())
+            async with asyncio.TaskGroup() as around:
+                keeping = around.create_task(self._cluster.run()) if self._cluster else None
+                await self._run_parts()
+                if keeping is not None:
+                    keeping.cancel()
+        except* LaminarError as errors:
+            raise _first(errors) from None
+
+    async def _run_parts(self) -> None:
+        """Everything that lives on machines, from its start to its end."""
+        try:
+            if self._cluster is not None:
+                await self._cluster.ready()
+            check_gpus(self._config, self._num_replicas, self._machines)
+            await self._reserve()
             async with asyncio.TaskGroup() as self._group:
-                for name in ("relay", "data", "manager"):
+                self._look_at_machines()
+                self._spawn(self._follow_machines())
+                for name in ("data", "manager"):
                     self._spawn(self._keep_for_ever(name))
                 self._spawn(self._obey_for_ever())
                 await self._keep("trainer")
                 await self._finish()
                 for task in self._tasks:
                     task.cancel()
-        except* LaminarError as errors:
-            raise _first(errors) from None
         finally:
             await self._stop_all()
+
+    async def _reserve(self) -> None:
+        """The learner gets its room before replicas take it."""
+        learner, replica = learner_need(self._config), replica_need(self._config)
+        check_room("the learner (trainer.gpus)", learner, 1, self._machines)
+        await self._machines.place("trainer", learner)
+        check_room("a replica (rollout.gpus_per_replica)", replica, self._num_replicas, self._machines)
 
     async def scale(self, num_replicas: int) -> None:
         """There shall be so many replicas from now on; raises `UserError` if that cannot be."""
         least = self._config.manager.min_replicas
         if num_replicas < least:
             raise UserError(f"--replicas {num_replicas} is less than manager.min_replicas = {least}")
-        check_gpus(self._config, num_replicas, available=_gpus_available())
+        check_gpus(self._config, num_replicas, self._machines)
         self._num_replicas = num_replicas  # a manager that starts meanwhile hears of it
         self._events.emit("scaled", num_replicas=num_replicas)
         await self._insist("manager", "scale", num_replicas)
@@ -105,20 +142,66 @@ class Launcher:
         with self._waits.on(f"an answer to {method}", of=name, deadline_s=deadline_s):
             return await insist(lambda: call(*args, **wait), on=on, deadline_s=deadline_s, who="the launcher")
 
+    # ---- machines
+
+    async def _follow_machines(self) -> None:
+        """Look at them again and again.
+
+        waits for:  a change of machines; ends: cancelled when training is done
+        """
+        while True:
+            self._look_at_machines()
+            await self._machines.changed()
+
+    def _look_at_machines(self) -> None:
+        """A relay for each machine that has come; what lived on one that is gone is lost."""
+        for name, machine in self._machines.present.items():
+            if name not in self._with_relay and self._wants_relay(machine):
+                self._with_relay.add(name)
+                self._spawn(self._keep_relay(machine))
+        for life in (*self._services.values(), *self._replicas.values()):
+            if not self._is_there(life.machine):
+                life.machine_is_lost()
+
+    async def _keep_relay(self, machine: Machine) -> None:
+        """The relay of a machine; one of several machines is left if there can be no relay.
+
+        waits for:  the relay's loop to end, which it must not; ends: with the machine
+        """
+        try:
+            await self._keep(relay_name(machine.name), machine)
+            if self._is_there(machine):
+                raise RunFailed("the loop of the relay returned; it must run until it is stopped")
+        except (RunFailed, UserError) as error:
+            if len(self._machines.present) == 1:
+                raise
+            reason = str(error).removesuffix(f" ({self._resume_hint()})")
+            self._events.emit("machine_given_up", machine=machine.name, reason=reason)
+            machine.leave()
+
+    def _wants_relay(self, machine: Machine) -> bool:
+        """Whether replicas can stand there, or the learner does."""
+        has_room = machine.num_gpus >= replica_need(self._config).num_gpus
+        return has_room or self._machines.machine_of("trainer") is machine
+
+    def _is_there(self, machine: Machine) -> bool:
+        return self._machines.present.get(machine.name) is machine
+
     # ---- services
 
-    async def _keep(self, name: str) -> None:
-        """Start a service, and again whenever it is lost; returns when its loop returns.
+    async def _keep(self, name: str, machine: Machine | None = None) -> None:
+        """Start a service, on this machine or on any, and again whenever it is lost.
 
-        waits for:  the loop of the service; ends: with it, or with `RunFailed` after too many failures in a row
+        waits for:  the loop of the service
+        ends:       with it, or with its `machine`, or with `RunFailed` after too many failures in a row
         """
         loop, rules = asyncio.get_running_loop(), restart_rules(self._config)
         failures = incarnation = 0
-        while True:
+        while machine is None or self._is_there(machine):
             incarnation += 1
             began_s = loop.time()
             try:
-                await self._live(name, incarnation)
+                await self._live(name, incarnation, machine)
                 return
             except LifeLost as error:
                 self._events.emit("service_lost", service=name, incarnation=incarnation, reason=str(error))
@@ -139,32 +222,37 @@ class Launcher:
         await self._keep(name)
         raise RunFailed(f"the loop of {name} returned; it must run until it is stopped")
 
-    async def _live(self, name: str, incarnation: int) -> None:
+    async def _live(self, name: str, incarnation: int, machine: Machine | None) -> None:
         """One life of a service."""
-        spec = Spec(
-            config=self._config,
-            place=self._place,
-            incarnation=incarnation,
+        need = learner_need(self._config) if name == "trainer" else Need()
+        at = machine or await self._machines.place(name, need)
+        spec = replace(
+            self._spec(at, incarnation),
             resume_step=None if name in self._were_ready else self._resume_step,
             fleet=self._known_fleet() if name == "manager" else None,
         )
-        num_gpus = gpus_of(SERVICES[name], self._config)
-        life = await Life.begin(name, SERVICES[name], spec, num_gpus=num_gpus)
+        life = await Life.begin(name, SERVICES.get(name, builders.relay), spec, at, num_gpus=need.num_gpus)
         self._services[name] = life
-
-        def started(pid: int) -> None:
-            self._events.emit("service_started", service=name, incarnation=incarnation, pid=pid)
+        me = {"service": name, "incarnation": incarnation, "machine": at.name, "host": at.host}
 
         def ready(pid: int) -> None:
             self._were_ready.add(name)
-            self._events.emit("service_ready", service=name, incarnation=incarnation, pid=pid)
+            self._events.emit("service_ready", **me, pid=pid)
 
+        began_s = asyncio.get_running_loop().time()
         try:
-            await life.run(started, pings=self._pings, on_ready=ready)
+            await life.run(lambda pid: self._events.emit("service_started", **me, pid=pid), self._pings, ready)
         except LifeLost:
             life.kill()
             del self._services[name]
+            self._machines.ended(name, asyncio.get_running_loop().time() - began_s)
             raise
+
+    def _spec(self, machine: Machine, incarnation: int) -> Spec:
+        place = replace(self._place, sockets=machine.sockets, events=machine.events)
+        near_learner = self._machines.machine_of("trainer") is machine
+        chain = self._cluster.chain_place(machine, near_learner=near_learner) if self._cluster else None
+        return Spec(config=self._config, place=place, incarnation=incarnation, chain=chain)
 
     def _known_fleet(self) -> KnownFleet:
         running = dict(self._replicas.keys())
@@ -200,19 +288,23 @@ class Launcher:
 
         waits for:  the replica's loop to end, by itself or with its process
         """
-        spec = Spec(config=self._config, place=self._place, replica_id=replica_id, incarnation=incarnation)
         me = {"replica_id": replica_id, "incarnation": incarnation}
+        loop, need = asyncio.get_running_loop(), replica_need(self._config)
+        began_s = loop.time()
         try:
+            at = await self._machines.place(replica_id, need)
+            spec = replace(self._spec(at, incarnation), replica_id=replica_id)
             name = replica_name(replica_id, incarnation)
-            num_gpus = gpus_of(builders.replica, self._config)
-            life = await Life.begin(name, builders.replica, spec, num_gpus=num_gpus)
+            life = await Life.begin(name, builders.replica, spec, at, num_gpus=need.num_gpus)
             self._replicas[replica_id, incarnation] = life
-            await life.run(lambda pid: self._events.emit("replica_started", **me, pid=pid))
+            where = {"machine": at.name, "host": at.host}
+            await life.run(lambda pid: self._events.emit("replica_started", **me, pid=pid, **where))
             reason = "its loop returned"
         except (LifeLost, UserError, RunFailed) as error:
             reason = str(error)
         self._events.emit("process_ended", **me, reason=reason)
         self._kill_replica(replica_id, incarnation)
+        self._machines.ended(replica_id, loop.time() - began_s)
         await self._insist("manager", "lost", replica_id, incarnation, reason)
 
     def _kill_replica(self, replica_id: str, incarnation: int) -> None:
@@ -229,7 +321,7 @@ class Launcher:
 
     async def _stop_all(self) -> None:
         """Producers first, so that the data shard hears their last words."""
-        last = [self._services.pop(name) for name in ("data", "relay") if name in self._services]
+        last = [self._services.pop(name) for name in tuple(self._services) if name not in ("manager", "trainer")]
         await _stop([*self._replicas.values(), *self._services.values()])
         await _stop(last)
 
@@ -259,27 +351,23 @@ def _flatten(errors: BaseExceptionGroup[LaminarError]) -> Iterator[LaminarError]
             yield error
 
 
-def gpus_of(build: Builder, config: RunConfig) -> float:
-    """GPUs, or the share of one, that Ray must set aside for a process."""
-    engine = config.rollout.engine
-    if build is builders.trainer and config.trainer.device.startswith("cuda"):
-        return config.trainer.gpus
-    if build is builders.replica and engine.kind != "scripted" and engine.device.startswith("cuda"):
-        return config.rollout.gpus_per_replica
-    return 0.0
-
-
-def check_gpus(config: RunConfig, num_replicas: int, *, available: float) -> None:
-    """Raise `UserError` if Ray would wait for GPUs that are not there."""
-    learner, replica = gpus_of(builders.trainer, config), gpus_of(builders.replica, config)
+def check_gpus(config: RunConfig, num_replicas: int, machines: Machines) -> None:
+    """Raise `UserError` if processes would wait for GPUs that are not there."""
+    learner, replica = learner_need(config).num_gpus, replica_need(config).num_gpus
     needed = learner + num_replicas * replica
-    if needed > available:
+    if needed > machines.num_gpus:
+        have = "this machine has" if len(machines.present) == 1 else f"the {len(machines.present)} machines have"
         raise UserError(
-            f"the learner and {num_replicas} replicas need {needed:g} GPUs but this machine has {available:g}; lower "
+            f"the learner and {num_replicas} replicas need {needed:g} GPUs but {have} {machines.num_gpus:g}; lower "
             "trainer.gpus and rollout.gpus_per_replica to let them share, or rollout.num_replicas"
         )
 
 
-def _gpus_available() -> float:
-    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    return float(resources.get("GPU", 0.0))
+def check_room(what: str, need: Need, num: int, machines: Machines) -> None:
+    """Raise `UserError` if there are GPUs enough, but not enough of them on one machine."""
+    room = machines.num_that_fit(need)
+    if room < num:
+        raise UserError(
+            f"{what} needs {need.num_gpus:g} GPUs of one machine; {num} of them are asked for, and there is room for "
+            f"{room:g}"
+        )

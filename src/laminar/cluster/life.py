@@ -5,8 +5,6 @@ Invariant: `run` ends when the process does, or when it has been silent too long
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,6 +13,7 @@ from msgspec import Struct
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from laminar.cluster import shell
+from laminar.cluster.machine import Machine
 from laminar.cluster.ports import cause_line, first_line
 from laminar.cluster.shell import Builder, Spec
 from laminar.schema.errors import LaminarError, RunFailed, UserError
@@ -41,10 +40,11 @@ class PingRules(Struct, frozen=True, kw_only=True):
 
 
 class Life:
-    """An actor under `name`. Its constructor starts the process and returns at once."""
+    """An actor under `name` on a machine. Its constructor starts the process and returns at once."""
 
-    def __init__(self, name: str, build: Builder, spec: Spec, *, num_gpus: float = 0.0) -> None:
+    def __init__(self, name: str, build: Builder, spec: Spec, machine: Machine, *, num_gpus: float = 0.0) -> None:
         options = {
+            **machine.options,
             "name": name,
             "namespace": spec.place.run_id,
             "num_cpus": 0,
@@ -52,11 +52,13 @@ class Life:
             "max_concurrency": MAX_CALLS,
         }
         self.name = name
+        self.machine = machine
         self.pid: int | None = None
+        self._lost = asyncio.Event()
         self._handle: Any = shell.Shell.options(**options).remote(build, spec)  # type: ignore[attr-defined]
 
     @classmethod
-    async def begin(cls, name: str, build: Builder, spec: Spec, *, num_gpus: float = 0.0) -> "Life":
+    async def begin(cls, name: str, build: Builder, spec: Spec, machine: Machine, *, num_gpus: float = 0.0) -> "Life":
         """Start a life under a name that an earlier one may have left a moment ago.
 
         waits for:  Ray to free the name; ends: after NAME_FREE_S with `LifeLost`
@@ -64,7 +66,7 @@ class Life:
         give_up_s = asyncio.get_running_loop().time() + NAME_FREE_S
         while True:
             try:
-                return cls(name, build, spec, num_gpus=num_gpus)
+                return cls(name, build, spec, machine, num_gpus=num_gpus)
             except ValueError as error:
                 if asyncio.get_running_loop().time() > give_up_s:
                     raise LifeLost(f"{name} could not be started: {first_line(error)}") from None
@@ -73,24 +75,30 @@ class Life:
     async def run(
         self,
         on_started: Callable[[int], None],
-        *,
         pings: PingRules | None = None,
         on_ready: Callable[[int], None] | None = None,
     ) -> None:
         """Until its loop returns. `on_started` and `on_ready` hear the process id.
 
         waits for:  the loop of the service
-        ends:       with it; raises what it raised for the user, else `LifeLost`; with `pings` also after silence
+        ends:       with it; raises what it raised for the user, else `LifeLost`; with `pings` also after silence, and
+                    always with its machine
         """
         running = asyncio.ensure_future(self._run())
         watching = asyncio.ensure_future(self._watch(on_started, on_ready, pings))
+        losing = asyncio.ensure_future(self._until_machine_is_lost())
+        tasks = [running, watching, losing]
         try:
-            await asyncio.wait([running, watching], return_when=asyncio.FIRST_COMPLETED)
-            await (running if running.done() else watching)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await next(task for task in tasks if task.done())
         finally:
-            running.cancel()
-            watching.cancel()
-            await asyncio.wait([running, watching])
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    def machine_is_lost(self) -> None:
+        """Its machine is gone, whatever the connection to the process says yet."""
+        self._lost.set()
 
     async def stop(self) -> None:
         """Let the service close what it opened; a process that is gone needs no stopping."""
@@ -101,8 +109,11 @@ class Life:
         """End the process even if it is frozen and hears no call."""
         ray.kill(self._handle)
         if self.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
+            self.machine.kill(self.pid)
+
+    async def _until_machine_is_lost(self) -> None:
+        await self._lost.wait()
+        raise LifeLost(f"machine {self.machine.name} was lost")
 
     async def _run(self) -> None:
         try:

@@ -13,6 +13,10 @@ CALL_DEADLINE_S = 30.0
 """Longest silence of a neighbour that is alive; calls that wait on purpose (`wait_s`) get that much more."""
 
 
+RELAY = "relay"
+"""Actor name of the only relay, and how those of several machines begin."""
+
+
 class ActorPort:
     """Every public method of a service, by the service's name; whoever lives under that name at the time answers.
 
@@ -76,6 +80,26 @@ class ActorReplicas:
         if name not in self._ports:
             self._ports[name] = port_to(self._namespace, name)
         return self._ports[name]
+
+
+class AllRelays:
+    """Fulfils `manager.ports.RelayPort` for the relays of all machines that there are at the time."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = namespace
+
+    async def pin(self, versions: tuple[int, ...]) -> None:
+        """Keep these versions everywhere. A relay that is away has none to keep."""
+        names = await asyncio.to_thread(ray.util.list_named_actors)
+        relays = [port_to(self._namespace, name) for name in names if name.startswith(RELAY)]
+        for answer in await asyncio.gather(*(relay.pin(versions) for relay in relays), return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, PeerLost):
+                raise answer
+
+
+def relay_name(machine: str) -> str:
+    """Actor name of the relay of a machine; without a name it is the only one."""
+    return f"{RELAY}-{machine}" if machine else RELAY
 
 
 def replica_name(replica_id: str, incarnation: int) -> str:

@@ -1,10 +1,11 @@
 """The folder of a run: what lies where, and who may write.
 
-    config.yaml    the resolved configuration       events.jsonl   every fact, of all processes
+    config.yaml    the resolved configuration       events.jsonl   every fact, of all processes here
     run.json       run id, recipe folder            metrics.jsonl  one line per training step
     journal.sqlite prompts, trajectories, ledger    checkpoints/   durable learner states
     summary.json   what came out                    export/        the trained model, Hugging Face format
     plots/         pictures                         trace.json     for Perfetto
+    events.M.jsonl the same of another machine M
 
 Invariant: at most one live process trains in a folder.
 """

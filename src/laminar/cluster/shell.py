@@ -16,22 +16,37 @@ from msgspec import Struct
 
 from laminar.config.run_config import RunConfig
 from laminar.schema.fleet import KnownFleet
+from laminar.telemetry.files import EVENTS
 
 
 class Place(Struct, frozen=True, kw_only=True):
-    """Where a run lives, the same for all its processes."""
+    """Where a run lives. `sockets` and `events`, a file of the run folder, are those of a process's machine."""
 
     run_id: str
     folder: Path
     sockets: Path
     secret: bytes
     module_path: tuple[str, ...]
+    events: str = EVENTS
+
+
+class ChainPlace(Struct, frozen=True, kw_only=True):
+    """A relay's place in the chain of all machines, and where its keeper is. The relay listens at `address` and is
+    given up, or gives a link up, after `deadline_s` of silence."""
+
+    relay_id: str
+    machine: str
+    address: str
+    keeper: tuple[str, int]
+    near_learner: bool
+    deadline_s: float
 
 
 class Spec(Struct, frozen=True, kw_only=True):
     """Which life of which service, of which run.
 
-    `resume_step` is for the data service until it has resumed once, `fleet` for the manager.
+    `resume_step` is for the data service until it has resumed once, `fleet` for the manager; `chain` is that of the
+    machine's relay, None if the run has no other machine.
     """
 
     config: RunConfig
@@ -40,6 +55,7 @@ class Spec(Struct, frozen=True, kw_only=True):
     resume_step: int | None = None
     replica_id: str = ""
     fleet: KnownFleet | None = None
+    chain: ChainPlace | None = None
 
 
 class Service(Protocol):

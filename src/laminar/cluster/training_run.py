@@ -5,16 +5,23 @@ import secrets
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from laminar.cluster.control import Scale, control_socket
-from laminar.cluster.instance import ray_instance
+from laminar.cluster.instance import num_gpus_here, ray_cluster, ray_instance
 from laminar.cluster.launcher import Launcher
+from laminar.cluster.machine import this_machine
+from laminar.cluster.machines import Machines
 from laminar.cluster.run_folder import RunFacts
-from laminar.cluster.shell import Place
+from laminar.cluster.shell import Place, Spec
+from laminar.cluster.wiring import ping_rules
 from laminar.config.run_config import RunConfig
 from laminar.schema.errors import LaminarError
 from laminar.telemetry.events import EventLog
+from laminar.telemetry.files import EVENTS
+
+if TYPE_CHECKING:
+    from laminar.cluster.joined import JoinedCluster
 
 Watch = Callable[[asyncio.Event], Any]
 """Shows the run until the event is set."""
@@ -32,7 +39,9 @@ class Interrupted(LaminarError):
 
 def train(config: RunConfig, folder: Path, facts: RunFacts, resume_step: int | None, watch: Watch) -> None:
     """Run to the end; raises `RunFailed`, `UserError` or `Interrupted` when it ends early."""
-    with EventLog(folder / "events.jsonl", "launcher") as events, ray_instance(facts.run_id) as scratch:
+    address = config.cluster.address
+    ray = ray_instance(facts.run_id) if address is None else ray_cluster(facts.run_id, address)
+    with EventLog(folder / EVENTS, "launcher") as events, ray as scratch:
         place = Place(
             run_id=facts.run_id,
             folder=folder.resolve(),
@@ -48,15 +57,29 @@ def train(config: RunConfig, folder: Path, facts: RunFacts, resume_step: int | N
             num_steps=config.trainer.num_steps,
             step=resume_step or 0,
         )
+        machines, cluster = _machines(config, place, events)
         reason = "failed"
         try:
-            asyncio.run(_train(Launcher(config, place, resume_step, events), events, watch, folder, scratch))
+            launcher = Launcher(config, place, machines, resume_step, events, cluster)
+            asyncio.run(_train(launcher, events, watch, folder, scratch))
             reason = "finished"
         except LaminarError as error:
             reason = str(error)
             raise
         finally:
             events.emit("run_finished", reason=reason)
+
+
+def _machines(config: RunConfig, place: Place, events: EventLog) -> tuple[Machines, "JoinedCluster | None"]:
+    """This machine alone, or those of a cluster, which are known when it runs."""
+    machines = Machines(events, room_wait_s=config.manager.start_timeout_s)
+    if config.cluster.address is None:
+        machines.add(this_machine(place.sockets, num_gpus_here()))
+        return machines, None
+    from laminar.cluster.joined import JoinedCluster  # on use: relays and their chain
+
+    spec = Spec(config=config, place=place, incarnation=1)
+    return machines, JoinedCluster(machines, spec, ping_rules(config), events)
 
 
 async def _train(launcher: Launcher, events: EventLog, watch: Watch, folder: Path, scratch: Path) -> None:

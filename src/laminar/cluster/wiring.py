@@ -8,6 +8,7 @@ from laminar.manager.rules import rules_of
 from laminar.rollout.batch_run import StreamRules
 from laminar.rollout.replica import ReplicaRules
 from laminar.rollout.trajectory import EpisodeLimits
+from laminar.scheduling.placement import Need
 from laminar.scheduling.restarts import RestartRules
 from laminar.scheduling.roofline import HARDWARE, max_useful_batch
 from laminar.scheduling.schedules import Schedule, schedule_named
@@ -85,6 +86,18 @@ def ping_rules(config: RunConfig) -> PingRules:
 def restart_rules(config: RunConfig) -> RestartRules:
     """How often a service is started again."""
     return RestartRules(max_restarts=config.manager.max_restarts, backoff_s=config.manager.backoff_s)
+
+
+def learner_need(config: RunConfig) -> Need:
+    """GPUs that Ray must set aside for the trainer."""
+    return Need(num_gpus=config.trainer.gpus if config.trainer.device.startswith("cuda") else 0.0)
+
+
+def replica_need(config: RunConfig) -> Need:
+    """GPUs, or the share of one, that Ray must set aside for a replica."""
+    engine = config.rollout.engine
+    on_gpu = engine.kind != "scripted" and engine.device.startswith("cuda")
+    return Need(num_gpus=config.rollout.gpus_per_replica if on_gpu else 0.0, is_replica=True)
 
 
 def worker_memory(config: RunConfig) -> int | None:

@@ -1,9 +1,10 @@
 """The whole configuration of a run, in the order in which a trajectory meets its parts."""
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from laminar.config.base import DottedPath, Section
 from laminar.config.engines import EngineConfig, TorchEngineConfig
@@ -153,6 +154,22 @@ class RelayConfig(Section):
     """Number format of published weights; keep: as the learner holds them."""
 
 
+class ClusterConfig(Section):
+    """Machines; see docs/machines.md."""
+
+    address: str | None = None
+    """The Ray cluster to run on: `HOST:PORT`, or `auto` for the one that this machine belongs to. The run folder, the
+    recipe and the model must then be on a file system that all its machines share. Default: a Ray instance of the run's
+    own, on this machine."""
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, value: str | None) -> str | None:
+        if value is not None and value != "auto" and not re.fullmatch(r".+:[0-9]+", value):
+            raise ValueError("must be auto, HOST:PORT, or null for this machine alone")
+        return value
+
+
 class EvaluationConfig(Section):
     """Held-out accuracy at a pinned version, while training goes on."""
 
@@ -194,6 +211,8 @@ class RunConfig(Section):
     """Learning."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out accuracy."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Machines."""
 
     @property
     def max_groups_ahead(self) -> int:

@@ -19,7 +19,12 @@ from laminar.telemetry.vocabulary import (
     EventsDropped,
     Fact,
     Load,
+    MachineGivenUp,
+    MachineJoined,
+    MachineLost,
+    MachineRefused,
     PeerRefused,
+    ProcessEnded,
     Published,
     Pulled,
     Repack,
@@ -66,6 +71,7 @@ class ReplicaView:
     num_finished: int = 0
     num_restarts: int = 0
     seen: float = 0.0
+    machine: str = ""
 
     @property
     def state(self) -> str:
@@ -102,6 +108,7 @@ class RunView:
     waits: dict[str, Wait] = field(default_factory=dict)
     staleness: Counter[int] = field(default_factory=Counter)
     drop_reasons: Counter[str] = field(default_factory=Counter)
+    machines: set[str] = field(default_factory=set)
     lost_services: set[str] = field(default_factory=set)
     num_trajectories: int = 0
     num_repacks: int = 0
@@ -175,6 +182,7 @@ def _run_started(view: RunView, fact: RunStarted | Resumed) -> None:
     view.started, view.exit_reason, view.step, view.version = fact.t, None, step, step
     view.accuracies = [evaluation for evaluation in view.accuracies if evaluation.version <= (undone_by(fact) or 0)]
     view.replicas.clear()
+    view.machines.clear()
     view.recent_tokens.clear()
     view.recent_steps.clear()
     view.notices.clear()
@@ -230,7 +238,28 @@ def _repack(view: RunView, fact: Repack) -> None:
 
 
 def _replica_started(view: RunView, fact: ReplicaStarted) -> None:
-    _life(view, fact.replica_id, fact.incarnation, fact.t)
+    replica = _life(view, fact.replica_id, fact.incarnation, fact.t)
+    if replica is not None:
+        replica.machine = fact.machine
+
+
+def _machine_joined(view: RunView, fact: MachineJoined) -> None:
+    view.machines.add(fact.machine)
+    if view.last_step is not None:
+        _notice(view, fact.t, f"machine {fact.machine} joined", is_failure=False)
+
+
+def _machine_lost(view: RunView, fact: MachineLost) -> None:
+    view.machines.discard(fact.machine)
+    _notice(view, fact.t, f"machine {fact.machine} lost{_because(fact.reason)}")
+
+
+def _machine_refused(view: RunView, fact: MachineRefused) -> None:
+    _notice(view, fact.t, f"machine {fact.host} cannot be used{_because(fact.reason)}")
+
+
+def _machine_given_up(view: RunView, fact: MachineGivenUp) -> None:
+    _notice(view, fact.t, f"machine {fact.machine} is given up{_because(fact.reason)}")
 
 
 def _replica_suspect(view: RunView, fact: ReplicaSuspect) -> None:
@@ -245,6 +274,12 @@ def _replica_lost(view: RunView, fact: ReplicaLost) -> None:
     if replica is not None:
         _end(replica, "lost")
     _notice(view, fact.t, f"{fact.replica_id} lost{_because(fact.reason)}")
+
+
+def _process_ended(view: RunView, fact: ProcessEnded) -> None:
+    replica = _life(view, fact.replica_id, fact.incarnation, fact.t)
+    if replica is not None and replica.health != "retired":
+        _end(replica, "lost")
 
 
 def _replica_retired(view: RunView, fact: ReplicaRetired) -> None:
@@ -345,7 +380,12 @@ _HANDLERS: dict[type[Fact], Any] = {
     Repack: _repack,
     ReplicaStarted: _replica_started,
     ReplicaSuspect: _replica_suspect,
+    MachineJoined: _machine_joined,
+    MachineLost: _machine_lost,
+    MachineRefused: _machine_refused,
+    MachineGivenUp: _machine_given_up,
     ReplicaLost: _replica_lost,
+    ProcessEnded: _process_ended,
     ReplicaRetired: _replica_retired,
     ServiceLost: _service_lost,
     ServiceReady: _service_ready,

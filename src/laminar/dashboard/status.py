@@ -43,7 +43,7 @@ def status_text(view: RunView, now: float) -> str:
         f"{plural(view.num_pulls, 'pull')}, {view.num_pulls_after_repack} after a repack"
     )
     if view.exit_reason is None:
-        lines += ["", "replicas", *(f"  {_replica_text(view.replicas[name], now)}" for name in sorted(view.replicas))]
+        lines += ["", "replicas", *(f"  {_replica_line(view, name, now)}" for name in sorted(view.replicas))]
         lines += ["", "longest chain of waits", *(f"  {line}" for line in chain_lines(view, now))]
     if view.notices:
         lines += ["", "last failures and recoveries"]
@@ -85,6 +85,12 @@ def _wait_text(wait: Wait, now: float) -> str:
     left_s = wait.deadline - now
     left = "" if left_s == float("inf") else f", {left_s:.0f} s to its deadline"
     return f"{wait.waiter} has waited {now - wait.since:.1f} s for {wait.what}{of}{left}"
+
+
+def _replica_line(view: RunView, name: str, now: float) -> str:
+    replica = view.replicas[name]
+    where = f", on {replica.machine}" if len(view.machines) > 1 and replica.machine else ""
+    return _replica_text(replica, now) + where
 
 
 def _replica_text(replica: ReplicaView, now: float) -> str:

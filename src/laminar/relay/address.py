@@ -10,14 +10,15 @@ from msgspec import Struct
 from laminar.schema.errors import UserError
 
 ADDRESS: Final = ".relay"
-"""File of the run folder, there while the relay lives."""
+"""File of the run folder, there while the run lives."""
 
 
 class RelayAddress(Struct, frozen=True, kw_only=True):
-    """The socket for this machine's processes."""
+    """The only relay's socket for this machine's processes, or where the keeper of a chain of relays is."""
 
-    socket_path: str
     secret: bytes
+    socket_path: str = ""
+    keeper: tuple[str, int] | None = None
 
 
 def write_address(folder: Path, address: RelayAddress) -> None:

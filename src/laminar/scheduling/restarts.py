@@ -4,7 +4,12 @@ Invariants: the first failure after a stable time is followed by a new life at o
 that double up to a bound; after `max_restarts` restarts in a row there is none.
 """
 
+from typing import Final
+
 from msgspec import Struct
+
+STABLE_AFTER_S: Final = 60.0
+"""A life that lasted so long was a success."""
 
 
 class RestartRules(Struct, frozen=True, kw_only=True):
@@ -13,7 +18,7 @@ class RestartRules(Struct, frozen=True, kw_only=True):
     max_restarts: int
     backoff_s: float
     max_backoff_s: float = 60.0
-    stable_after_s: float = 60.0
+    stable_after_s: float = STABLE_AFTER_S
 
 
 class Restart(Struct, frozen=True, kw_only=True):

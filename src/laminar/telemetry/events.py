@@ -1,10 +1,10 @@
-"""Append what happened to the run's one event file.
+"""Append what happened to the event file of this machine.
 
 Invariant: a line in the file is one whole event. Processes of a run append to the same file at the same time; each
 flush is one `write` of whole lines on an O_APPEND descriptor, which the kernel does not interleave on a local file
 system. Telemetry never fails its service: what cannot be written is counted, and reported when writing works again.
 
-Not done here: atomic appends over NFS (the protocol has none); give each machine a local run folder there.
+Over NFS appends of several machines are not kept apart, so each machine has a file of its own (`files.events_of`).
 """
 
 import os

@@ -1,7 +1,14 @@
 """Names of the files in a run folder; everything that a person sees of a run comes from these."""
 
 EVENTS = "events.jsonl"
-"""What happened, one event a line, appended by all processes of the run."""
+"""What happened, one event a line, appended by all processes of the run that live on the launcher's machine."""
+
+
+def events_of(machine: str) -> str:
+    """What happened on another machine than the launcher's: processes of one machine only append whole lines."""
+    return f"events.{machine}.jsonl"
+
+
 METRICS = "metrics.jsonl"
 """One line per training step."""
 CONFIG = "config.yaml"

@@ -2,9 +2,13 @@
 
 Invariant: no state of the file raises. A line that is torn or not JSON is left out; if a whole event hangs on its end
 (a writer died or found the disk full in the middle of a line), that one is kept.
+
+The events of a run on several machines lie in one file for each (`files.events_of`); whoever names the launcher's,
+EVENTS, gets all of them.
 """
 
 import os
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def read_events(path: Path) -> list[Event]:
-    """All whole events of a file, in the order of the file; none if there is no file."""
+    """All whole events of a run, in the order of the file, or by time if there are several; none if there is none."""
     tail = Tail(path)
     try:
         return tail.read_new()
@@ -35,7 +39,33 @@ def read_facts(path: Path) -> list[Fact]:
 
 
 class Tail:
-    """Follows a file that grows; keeps only an unfinished last line in memory."""
+    """Follows the events of a run while files grow and machines come; keeps only unfinished last lines in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files = {path: _FileTail(path)}
+
+    def read_new(self) -> list[Event]:
+        """Events whose lines were completed since the last call; [] while there is no file."""
+        for path in self._path.parent.glob(f"{self._path.stem}.*{self._path.suffix}"):
+            if path not in self._files:
+                self._files[path] = _FileTail(path)
+        parts = [events for file in self._files.values() if (events := file.read_new())]
+        return parts[0] if len(parts) == 1 else sorted(chain(*parts), key=lambda event: event.get("t", 0.0))
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def num_unreadable(self) -> int:
+        """Lines that were left out."""
+        return sum(file.num_unreadable for file in self._files.values())
+
+
+class _FileTail:
+    """Follows one file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

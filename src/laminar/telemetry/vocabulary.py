@@ -213,12 +213,14 @@ class Adopted(Fact, frozen=True, kw_only=True):
 
 
 class ReplicaStarted(Fact, frozen=True, kw_only=True):
-    """A new life of a replica has reported for the first time."""
+    """A new life of a replica has reported for the first time; `machine` is empty if the run has only one."""
 
     replica_id: str
     incarnation: int
     reason: str = ""
     pid: int = 0
+    machine: str = ""
+    host: str = ""
 
 
 class ReplicaSuspect(Fact, frozen=True, kw_only=True):
@@ -276,6 +278,8 @@ class ServiceStarted(Fact, frozen=True, kw_only=True):
     service: str
     incarnation: int = 0
     pid: int = 0
+    machine: str = ""
+    host: str = ""
 
 
 class ServiceReady(Fact, frozen=True, kw_only=True):
@@ -284,6 +288,37 @@ class ServiceReady(Fact, frozen=True, kw_only=True):
     service: str
     incarnation: int = 0
     pid: int = 0
+    machine: str = ""
+    host: str = ""
+
+
+class MachineJoined(Fact, frozen=True, kw_only=True):
+    """A machine of the Ray cluster can be used from now on; its host's name is `host`."""
+
+    machine: str
+    host: str
+    num_gpus: float = 0.0
+
+
+class MachineLost(Fact, frozen=True, kw_only=True):
+    """A machine is gone, with all that lived there."""
+
+    machine: str
+    reason: str = ""
+
+
+class MachineRefused(Fact, frozen=True, kw_only=True):
+    """A machine of the Ray cluster cannot be used."""
+
+    host: str
+    reason: str = ""
+
+
+class MachineGivenUp(Fact, frozen=True, kw_only=True):
+    """A machine gets work only where no other has room: the same part failed there again after a restart in place."""
+
+    machine: str
+    reason: str = ""
 
 
 class Scaled(Fact, frozen=True, kw_only=True):
