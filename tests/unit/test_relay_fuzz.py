@@ -57,6 +57,8 @@ SECRET = b"a secret of the fuzz tests"
 FUZZ_S = float(os.environ.get("LAMINAR_FUZZ_S", "2"))
 """How long each of the tests here goes on."""
 
+pytestmark = pytest.mark.timeout(FUZZ_S + 120)
+
 DATA = bytes(range(256)) * 8
 MANIFEST = Manifest(total_bytes=2048, entries=(TensorEntry("w", "uint8", (2048,), 0),))
 KEY = VersionKey(7, 77)
