@@ -110,8 +110,8 @@ def main() -> None:
     """Both runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=50, help="how many")
-    parser.add_argument("--every", type=float, default=10.0, help="mean seconds between two")
-    parser.add_argument("--steps", type=int, default=300, help="length of the job")
+    parser.add_argument("--every", type=float, default=5.0, help="mean seconds between two")
+    parser.add_argument("--steps", type=int, default=340, help="length of the job")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="laminar-chaos-") as scratch:
